@@ -75,12 +75,12 @@ struct chunk_map {
 
 /* Counts are host values; pointers are backend memory, valid until the step's end. */
 struct batch {
-    int32_t n_tokens; /* T */
-    int32_t n_seqs;   /* N */
-    int32_t n_chunks; /* NC, from host arithmetic: sum of ceil(len / 64) */
-    int32_t n_rows;   /* R */
-    int32_t max_pages; /* row length of page_table */
-    int32_t max_len;   /* longest piece in the batch */
+    int32_t n_tokens;          /* T */
+    int32_t n_seqs;            /* N */
+    int32_t n_chunks;          /* NC, from host arithmetic: sum of ceil(len / 64) */
+    int32_t n_rows;            /* R */
+    int32_t max_pages;         /* row length of page_table */
+    int32_t max_len;           /* longest piece in the batch */
     const int32_t *tokens;     /* [T] */
     const int32_t *positions;  /* [T] absolute position in its request */
     const int32_t *cu_seqlens; /* [N + 1]; empty pieces are allowed */
@@ -103,8 +103,8 @@ struct batch_host {
 
 /* What the head gives for one row. Unused candidates have id -1. */
 struct row_result {
-    float lse;            /* log of the sum of exp(logits) */
-    float target_logprob; /* of targets[r]; 0 when that is -1 */
+    float lse;               /* log of the sum of exp(logits) */
+    float target_logprob;    /* of targets[r]; 0 when that is -1 */
     int32_t top_id[TOP_MAX]; /* by logprob, ties by lower id; at least 1 when row_top >= 1 */
     float top_logprob[TOP_MAX];
     int32_t n_bad; /* logits that are NaN or infinite: the row is not to be trusted */
@@ -169,17 +169,17 @@ struct gdn_dims {
 struct op_gdn_conv {
     const struct batch *b;
     struct gdn_dims d;
-    const void *p;             /* [T, ld] act */
-    const float *conv_w;       /* [conv_dim, 4] */
-    const float *A_log;        /* [HV] */
-    const float *dt_bias;      /* [HV] */
+    const void *p;                 /* [T, ld] act */
+    const float *conv_w;           /* [conv_dim, 4] */
+    const float *A_log;            /* [HV] */
+    const float *dt_bias;          /* [HV] */
     const struct state_pool *pool; /* conv: read unless start is 0, written: the last 3 inputs
                                       before the convolution, older ones shifted, oldest first */
-    void *q;     /* out [T, H, K] act */
-    void *k;     /* out [T, H, K] act */
-    void *v;     /* out [T, HV, V] act */
-    float *g;    /* out [T, HV], <= 0 */
-    float *beta; /* out [T, HV] */
+    void *q;                       /* out [T, H, K] act */
+    void *k;                       /* out [T, H, K] act */
+    void *v;                       /* out [T, HV, V] act */
+    float *g;                      /* out [T, HV], <= 0 */
+    float *beta;                   /* out [T, HV] */
 };
 
 /* The gated delta rule, value head h reading key head h / (HV / H):
@@ -188,11 +188,11 @@ struct op_gdn_conv {
 struct op_gdn_delta {
     const struct batch *b;
     struct gdn_dims d;
-    const void *q, *k, *v;     /* as op_gdn_conv gives them */
-    const float *g, *beta;     /* [T, HV] */
+    const void *q, *k, *v;         /* as op_gdn_conv gives them */
+    const float *g, *beta;         /* [T, HV] */
     const struct state_pool *pool; /* S: read unless start is 0, written */
-    const void *z;             /* act, row t at z + t * ld: [HV, V]; may be NULL */
-    const float *norm_w;       /* [V], plain weight; with z */
+    const void *z;                 /* act, row t at z + t * ld: [HV, V]; may be NULL */
+    const float *norm_w;           /* [V], plain weight; with z */
     float eps;
     void *o; /* out [T, HV * V] act */
 };
@@ -209,7 +209,7 @@ struct attn_dims {
 struct op_attn_prep {
     const struct batch *b;
     struct attn_dims d;
-    void *p; /* [T, ld] act; the q columns are replaced */
+    void *p;                      /* [T, ld] act; the q columns are replaced */
     const float *q_norm, *k_norm; /* [D] */
     const float *inv_freq;        /* [rot_dim / 2] */
     float eps;
@@ -265,8 +265,8 @@ struct op_swiglu {
  * candidates; logits in blocks of rows, R x vocab is never stored. */
 struct op_head {
     const struct batch *b;
-    const float *x;         /* [T, M] f32 residual, already summed */
-    const float *norm_w;    /* [M] */
+    const float *x;      /* [T, M] f32 residual, already summed */
+    const float *norm_w; /* [M] */
     float eps;
     int32_t M;
     const struct weight *w; /* [vocab, M] */
@@ -277,10 +277,10 @@ struct op_head {
 
 /* Limits that size an operation's workspace; fixed at start. */
 struct backend_limits {
-    int32_t max_tokens;     /* T of a step */
-    int32_t max_seqs;       /* N of a step */
-    int32_t max_rows;       /* R of a step; equals max_tokens when all logprobs are served */
-    int32_t max_pages;      /* pages of one request */
+    int32_t max_tokens; /* T of a step */
+    int32_t max_seqs;   /* N of a step */
+    int32_t max_rows;   /* R of a step; equals max_tokens when all logprobs are served */
+    int32_t max_pages;  /* pages of one request */
     int32_t M, F, moe_F, E, top_k, vocab, HQ, HV, conv_dim; /* 0 where the model has none */
 };
 
@@ -345,7 +345,8 @@ struct backend_ops {
 
     /* Pools. Canonical forms on the host: S [HV, K, V] f32, conv [conv_dim, 3] f32 oldest
      * first, k and v [HK, n_tokens, D] f32. They wait until done: tests, export, import. */
-    size_t (*state_bytes)(struct backend *b, const struct gdn_dims *d); /* of one slot, a layer */
+    size_t (*state_bytes)(struct backend *b,
+                          const struct gdn_dims *d); /* of one slot, a layer */
     size_t (*page_bytes)(struct backend *b, const struct attn_dims *d, int32_t page_tokens);
     int (*state_pool_make)(struct backend *b, const struct gdn_dims *d, int32_t n_slots,
                            struct state_pool *out);
