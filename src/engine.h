@@ -1,0 +1,48 @@
+/* The engine: one thread that owns the running set, the pools and the device.
+ *
+ * Takes requests from the queue, plans steps with sched, packs them with step, runs them on the
+ * model with up to two in flight, publishes results and ends requests. A request leaves through
+ * one function (engine_end_request in engine.c) from every state it can be in. Never touches a
+ * socket, never allocates per token. Only this module decides that the device is lost. */
+#ifndef PREFILLD_ENGINE_H
+#define PREFILLD_ENGINE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "metrics.h"
+#include "model.h"
+#include "queue.h"
+
+struct engine_config {
+    enum sched_policy policy;
+    int32_t max_waiting; /* the queue's length */
+    bool shuffle;        /* tests: hand out slots and pages in random order */
+    uint64_t shuffle_seed;
+};
+
+struct engine;
+
+/* Borrows model, queue and metrics until engine_close. */
+int engine_open(const struct engine_config *c, struct model *model, struct queue *queue,
+                struct metrics *metrics, struct engine **out, struct errmsg *e);
+void engine_close(struct engine *en);
+
+/* Starts the thread. */
+int engine_start(struct engine *en, struct errmsg *e);
+
+/* Runs one round on the calling thread (tests without a thread): takes arrivals, ends the
+ * cancelled and expired, launches what fits, publishes what ended. Returns true while work is
+ * left. */
+bool engine_turn(struct engine *en);
+
+/* Marks r cancelled and wakes the engine. Any thread that holds a reference. */
+void engine_cancel(struct engine *en, struct request *r);
+
+/* Drain: the queue was stopped by the caller; returns when nothing is left or deadline_us
+ * (monotonic) has passed; false: requests are left. Any thread. */
+bool engine_drain(struct engine *en, int64_t deadline_us);
+/* Ends everything left with outcome ERROR ("shutting down"), then joins the thread. */
+void engine_stop(struct engine *en);
+
+#endif

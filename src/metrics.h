@@ -1,0 +1,50 @@
+/* Counters and gauges, and their Prometheus text.
+ *
+ * Owns numbers only. Counters are atomics written by whoever counts; the pools are published as
+ * one snapshot by the engine, so that a scrape never sees a slot in two states or in none. */
+#ifndef PREFILLD_METRICS_H
+#define PREFILLD_METRICS_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+
+#include "buf.h"
+#include "request.h"
+
+struct metrics_pools {
+    int32_t slots_free, slots_held, slots_cached;
+    int32_t pages_free, pages_held, pages_cached;
+    int32_t requests_running; /* admitted, not ended */
+    int32_t requests_waiting; /* queued, not admitted */
+};
+
+struct metrics {
+    pthread_mutex_t lock; /* of pools; a leaf: nothing else is locked under it */
+    struct metrics_pools pools;
+    atomic_llong requests[OUTCOME_COUNT];
+    atomic_llong steps;
+    atomic_llong step_tokens;
+    atomic_llong step_us;       /* time steps took, launch to end */
+    atomic_llong prompt_tokens; /* of requests answered */
+    atomic_llong nan_rows;
+    atomic_int connections;
+    /* For /health and Retry-After. */
+    atomic_llong last_progress_us;  /* monotonic: a step ended or the engine was idle */
+    atomic_llong backlog_tokens;    /* accepted and not yet computed */
+    atomic_llong rate_tokens_per_s; /* measured over the last steps; 0: not yet */
+    atomic_bool device_lost;
+};
+
+int metrics_init(struct metrics *m);
+void metrics_fini(struct metrics *m);
+void metrics_set_pools(struct metrics *m, const struct metrics_pools *p);
+void metrics_get_pools(struct metrics *m, struct metrics_pools *p);
+void metrics_count(struct metrics *m, enum outcome o);
+
+/* Prometheus text format 0.0.4, with HELP and TYPE for each. */
+void metrics_render(struct metrics *m, struct buf *out);
+
+const char *outcome_name(enum outcome o);
+
+#endif

@@ -1,0 +1,95 @@
+/* One prefill request, from the parsed body to its answer.
+ *
+ * Made by a worker (api_*.c), handed to the engine through the queue, handed back by the engine
+ * through done(). Reference-counted: the HTTP exchange holds one reference (so that a hang-up
+ * can cancel it), the queue and then the engine hold one. Each member belongs to one side at a
+ * time; only `cancelled` and the count are touched by several threads. */
+#ifndef PREFILLD_REQUEST_H
+#define PREFILLD_REQUEST_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "err.h"
+#include "sched.h"
+
+enum { REQUEST_ID_MAX = 128 };
+
+enum logprobs_mode { LOGPROBS_NONE, LOGPROBS_NEXT, LOGPROBS_ALL };
+
+/* How a request ended; names are the metric's labels. */
+enum outcome {
+    OUTCOME_OK,
+    OUTCOME_INVALID,   /* 4xx before it was queued */
+    OUTCOME_OVERLOAD,  /* 503 */
+    OUTCOME_DEADLINE,  /* 504 */
+    OUTCOME_CANCELLED, /* hang-up: no answer */
+    OUTCOME_ERROR,     /* 500, or 503 when the device was lost */
+    OUTCOME_COUNT
+};
+
+struct top_entry {
+    int32_t id; /* -1: unused */
+    float logprob;
+};
+
+struct request_piece {
+    int64_t step;
+    int32_t start;
+    int32_t n_tokens;
+};
+
+struct request {
+    atomic_int refs;
+    atomic_bool cancelled; /* set by any thread, read by the engine at step boundaries */
+
+    /* ---- the question; constant once queued ---- */
+    char id[REQUEST_ID_MAX + 1];
+    int32_t *ids; /* [n_ids], owned */
+    int32_t n_ids;
+    enum logprobs_mode logprobs;
+    int32_t n_top;      /* candidates wanted, 0..TOP_MAX */
+    int64_t arrival_us; /* monotonic */
+    /* Called once by the engine thread when the request has ended, after results are in place
+     * and all pool memory was returned; must not block. */
+    void (*done)(struct request *r, void *arg);
+    void *done_arg;
+
+    /* ---- the engine's, while it holds the request ---- */
+    struct sched_item item;      /* arrival, deadline, priority, lengths */
+    struct request *prev, *next; /* engine's list */
+    int32_t slot;                /* -1: none */
+    int32_t *pages;              /* [n_pages] page table, owned; NULL before admission */
+    int32_t n_pages;
+    int32_t n_in_flight; /* pieces in steps that have not ended */
+    bool is_ending;      /* ended while pieces are in flight; freed at their end */
+
+    /* ---- the answer; valid in done() ---- */
+    enum outcome outcome;
+    struct errmsg error;    /* text when outcome is not OUTCOME_OK */
+    float *prompt_logprobs; /* [n_ids], [t] of ids[t] given the tokens before it; [0] unused;
+                                with LOGPROBS_ALL */
+    struct top_entry *prompt_top; /* [n_ids * n_top], same rows; with LOGPROBS_ALL, n_top > 0 */
+    struct top_entry next_top[20]; /* sorted; [0] is the next token; unless LOGPROBS_NONE */
+    int32_t n_cached;
+    struct request_piece *pieces; /* [n_pieces], owned */
+    int32_t n_pieces, pieces_cap;
+    int64_t started_us; /* first piece launched; 0: never */
+    int64_t ended_us;
+};
+
+/* A request with one reference and room for what its mode returns. Takes ids (freed also on
+ * failure). page_tokens sizes the page table. Returns NULL when memory is short. */
+struct request *request_new(int32_t *ids, int32_t n_ids, enum logprobs_mode mode, int32_t n_top,
+                            int32_t page_tokens);
+void request_ref(struct request *r);
+void request_unref(struct request *r);
+
+/* Appends a piece; consecutive steps' pieces in order. Returns 0 or ERR_NOMEM. */
+int request_add_piece(struct request *r, int64_t step, int32_t start, int32_t n_tokens);
+
+/* Monotonic clock, microseconds. */
+int64_t request_now_us(void);
+
+#endif
