@@ -7,6 +7,7 @@
 #define PREFILLD_ARCH_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #include "err.h"
