@@ -47,8 +47,10 @@ struct weight_part {
     int64_t n_rows;
 };
 
-/* What a weight is used for; both bits for a tied embedding. */
-enum weight_use { WEIGHT_MATMUL = 1, WEIGHT_EMBED = 2 };
+/* What a weight is used for; both for a tied embedding. WEIGHT_BORROW, with WEIGHT_EMBED: the
+ * rows outlive the weight, so a backend that shares the host's memory may keep the embedding of
+ * a single part where it is. weight_make clears the bit in out->use when it copied. */
+enum weight_use { WEIGHT_MATMUL = 1, WEIGHT_EMBED = 2, WEIGHT_BORROW = 4 };
 
 /* n_mats matrices [rows, cols] (n_mats > 1: experts), in a layout private to the backend. */
 struct weight {
