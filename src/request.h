@@ -63,6 +63,7 @@ struct request {
     int32_t *pages;              /* [n_pages] page table, owned; NULL before admission */
     int32_t n_pages;
     int32_t n_in_flight; /* pieces in steps that have not ended */
+    int32_t n_computed;  /* tokens in steps that have ended */
     bool is_ending;      /* ended while pieces are in flight; freed at their end */
 
     /* ---- the answer; valid in done() ---- */

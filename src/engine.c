@@ -1,0 +1,474 @@
+#include "engine.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "config.h"
+#include "log.h"
+#include "pages.h"
+#include "slots.h"
+#include "step.h"
+
+enum {
+    STEPS_IN_FLIGHT = 2,
+    TAKE_MAX = 256,        /* arrivals a turn */
+    IDLE_WAIT_US = 500000, /* an idle tick: /health sees a live engine */
+    FLIGHT_WAIT_US = 100,  /* nothing to launch while a step runs: look for arrivals */
+    RATE_KEEP_STEPS = 16   /* the measured rate forgets over about so many steps */
+};
+
+struct engine {
+    struct model *model;
+    struct queue *queue;
+    struct metrics *metrics;
+    struct sched *sched;
+    struct slots slots;
+    struct pages pages;
+    struct step steps[STEPS_IN_FLIGHT];
+    int32_t i_oldest, n_in_flight;
+    int64_t step_number;
+    int64_t last_end_us;
+    double rate_tokens, rate_us; /* decayed sums over ended steps */
+    struct request *first;       /* every request the engine holds */
+    int32_t n_held, n_admitted;
+    int64_t admitted_left;    /* tokens of admitted requests not yet computed */
+    struct sched_piece *plan; /* [max_seqs] */
+    bool shuffle;
+    uint64_t shuffle_state;
+    bool is_lost;
+    int32_t n_cancels_seen;
+    atomic_int n_cancels; /* raised by engine_cancel */
+    atomic_int n_alive;   /* requests the engine holds; for engine_drain */
+    atomic_bool stopping;
+    pthread_t thread;
+    bool has_thread;
+};
+
+int engine_open(const struct engine_config *c, struct model *model, struct queue *queue,
+                struct metrics *metrics, struct engine **out, struct errmsg *e)
+{
+    const struct model_sizes *sizes = model_sizes_of(model);
+    struct engine *en = calloc(1, sizeof(*en));
+    if (!en)
+        return errmsg_set(e, ERR_NOMEM, "no memory for the engine");
+    en->model = model;
+    en->queue = queue;
+    en->metrics = metrics;
+    en->shuffle = c->shuffle;
+    en->shuffle_state = c->shuffle_seed;
+    struct sched_config sc = {.policy = c->policy,
+                              .max_step_tokens = sizes->o.max_step_tokens,
+                              .max_seqs = sizes->o.max_seqs,
+                              .max_waiting = c->max_waiting};
+    struct step_limits lim = {.max_tokens = sizes->o.max_step_tokens,
+                              .max_seqs = sizes->o.max_seqs,
+                              .max_rows = sizes->o.max_step_tokens,
+                              .max_pages = sizes->max_pages,
+                              .page_tokens = sizes->o.page_tokens};
+    en->plan = calloc((size_t)sizes->o.max_seqs, sizeof(*en->plan));
+    int rc = en->plan ? sched_open(&sc, &en->sched) : ERR_NOMEM;
+    if (rc == 0)
+        rc = slots_init(&en->slots, sizes->o.state_slots);
+    if (rc == 0)
+        rc = pages_init(&en->pages, sizes->n_pages, sizes->o.page_tokens);
+    for (int i = 0; i < STEPS_IN_FLIGHT && rc == 0; i++)
+        rc = step_open(&en->steps[i], &lim);
+    if (rc != 0) {
+        errmsg_set(e, rc, "no memory for the engine's step buffers and pools");
+        engine_close(en);
+        return rc;
+    }
+    for (int32_t i = 0; PREFILLD_POISON && i < en->slots.n_total; i++)
+        model_poison_slot(model, i);
+    for (int32_t i = 0; PREFILLD_POISON && i < en->pages.n_total; i++)
+        model_poison_page(model, i);
+    *out = en;
+    return 0;
+}
+
+void engine_close(struct engine *en)
+{
+    if (!en)
+        return;
+    sched_close(en->sched);
+    slots_fini(&en->slots);
+    pages_fini(&en->pages);
+    for (int i = 0; i < STEPS_IN_FLIGHT; i++)
+        step_close(&en->steps[i]);
+    free(en->plan);
+    free(en);
+}
+
+/* ---- pools ---- */
+
+static uint64_t engine_random(struct engine *en)
+{
+    en->shuffle_state = en->shuffle_state * 6364136223846793005u + 1442695040888963407u;
+    return en->shuffle_state >> 33;
+}
+
+/* Tests: the next slots and pages come in another order. */
+static void engine_shuffle(struct engine *en)
+{
+    int32_t *lists[] = {en->slots.free_list, en->pages.free_list};
+    int32_t counts[] = {en->slots.n_free, en->pages.n_free};
+    for (int l = 0; l < 2; l++) {
+        for (int32_t i = counts[l] - 1; i > 0; i--) {
+            int32_t j = (int32_t)(engine_random(en) % (uint64_t)(i + 1));
+            int32_t keep = lists[l][i];
+            lists[l][i] = lists[l][j];
+            lists[l][j] = keep;
+        }
+    }
+}
+
+static void engine_admit(struct engine *en, struct request *r)
+{
+    if (en->shuffle)
+        engine_shuffle(en);
+    r->slot = slots_alloc(&en->slots);
+    int rc = pages_alloc(&en->pages, r->item.n_pages, r->pages);
+    if (r->slot < 0 || rc != 0) {
+        /* The plan counted them; running out here would mix up two requests' states. */
+        log_error("id=%s event=pool_miscount slot=%d pages=%d", r->id, r->slot,
+                  r->item.n_pages);
+        abort();
+    }
+    r->n_pages = r->item.n_pages;
+    en->n_admitted++;
+    en->admitted_left += r->n_ids;
+    queue_leave(en->queue, 1, r->n_ids);
+}
+
+/* wipe: a fault left numbers there that must not be met again, whatever the build. */
+static void engine_release(struct engine *en, struct request *r, bool wipe)
+{
+    if (r->slot < 0)
+        return;
+    if (PREFILLD_POISON || wipe)
+        model_poison_slot(en->model, r->slot);
+    slots_free(&en->slots, r->slot);
+    r->slot = -1;
+    for (int32_t i = 0; i < r->n_pages; i++) {
+        bool is_freed;
+        int32_t page = r->pages[i];
+        pages_unhold(&en->pages, page, &is_freed);
+        if (is_freed && (PREFILLD_POISON || wipe))
+            model_poison_page(en->model, page);
+    }
+    r->n_pages = 0;
+    en->n_admitted--;
+}
+
+static void engine_publish_metrics(struct engine *en)
+{
+    struct metrics_pools p = {.slots_free = en->slots.n_free,
+                              .slots_held = en->slots.n_held,
+                              .slots_cached = en->slots.n_cached,
+                              .pages_free = en->pages.n_free,
+                              .pages_held = en->pages.n_held,
+                              .pages_cached = en->pages.n_cached,
+                              .requests_running = en->n_admitted,
+                              .requests_waiting = queue_n_waiting(en->queue)};
+    metrics_set_pools(en->metrics, &p);
+    atomic_store(&en->metrics->backlog_tokens,
+                 queue_waiting_tokens(en->queue) + en->admitted_left);
+}
+
+/* ---- the one way out ---- */
+
+static void engine_unlink(struct engine *en, struct request *r)
+{
+    if (r->prev)
+        r->prev->next = r->next;
+    else
+        en->first = r->next;
+    if (r->next)
+        r->next->prev = r->prev;
+    r->prev = r->next = NULL;
+    en->n_held--;
+}
+
+/* Ends r, from whatever state it is in: takes it out of the scheduler, gives back all it holds,
+ * hands it to its owner. With pieces in flight the rest happens when the last of them ends. */
+static void engine_end_request(struct engine *en, struct request *r, enum outcome outcome,
+                               const char *why)
+{
+    if (!r->is_ending) {
+        sched_remove(en->sched, &r->item);
+        r->outcome = outcome;
+        errmsg_set(&r->error, 0, "%s", why);
+        r->is_ending = true;
+        if (r->slot < 0)
+            queue_leave(en->queue, 1, r->n_ids);
+        else
+            en->admitted_left -= r->n_ids - r->n_computed;
+    }
+    if (r->n_in_flight > 0)
+        return;
+    engine_release(en, r, r->outcome == OUTCOME_ERROR);
+    engine_unlink(en, r);
+    r->ended_us = request_now_us();
+    if (r->outcome == OUTCOME_OK)
+        atomic_fetch_add(&en->metrics->prompt_tokens, r->n_ids);
+    if (en->n_held == 0 && (en->slots.n_held || en->pages.n_held || en->admitted_left))
+        log_error("event=leak slots_held=%d pages_held=%d tokens_left=%lld", en->slots.n_held,
+                  en->pages.n_held, (long long)en->admitted_left);
+    /* Before the owner hears of it: who has the answer sees the pools without it. */
+    engine_publish_metrics(en);
+    r->done(r, r->done_arg);
+    request_unref(r);
+    atomic_fetch_sub(&en->n_alive, 1);
+}
+
+static void engine_end_all(struct engine *en, const char *why)
+{
+    struct request *next;
+    for (struct request *r = en->first; r; r = next) {
+        next = r->next;
+        engine_end_request(en, r, OUTCOME_ERROR, why);
+    }
+}
+
+/* ---- a turn ---- */
+
+static void engine_take(struct engine *en, int64_t wait_us)
+{
+    struct request *batch[TAKE_MAX];
+    int32_t n = queue_take(en->queue, batch, TAKE_MAX, wait_us);
+    for (int32_t i = 0; i < n; i++) {
+        struct request *r = batch[i];
+        r->slot = -1;
+        r->prev = NULL;
+        r->next = en->first;
+        if (en->first)
+            en->first->prev = r;
+        en->first = r;
+        en->n_held++;
+        atomic_fetch_add(&en->n_alive, 1);
+        if (en->is_lost)
+            engine_end_request(en, r, OUTCOME_ERROR, "device lost");
+        else if (atomic_load(&r->cancelled))
+            engine_end_request(en, r, OUTCOME_CANCELLED, "cancelled");
+        else if (sched_add(en->sched, &r->item) != 0)
+            engine_end_request(en, r, OUTCOME_OVERLOAD, "the queue is full");
+    }
+}
+
+static void engine_end_cancelled(struct engine *en)
+{
+    int32_t n = atomic_load(&en->n_cancels);
+    if (n == en->n_cancels_seen)
+        return;
+    en->n_cancels_seen = n;
+    struct request *next;
+    for (struct request *r = en->first; r; r = next) {
+        next = r->next;
+        if (atomic_load(&r->cancelled) && !r->is_ending)
+            engine_end_request(en, r, OUTCOME_CANCELLED, "cancelled");
+    }
+}
+
+static struct request *engine_request_of(struct sched_item *item)
+{
+    return (struct request *)((char *)item - offsetof(struct request, item));
+}
+
+static void engine_end_expired(struct engine *en)
+{
+    struct sched_item *item;
+    int64_t now_us = request_now_us();
+    while ((item = sched_pop_expired(en->sched, now_us)) != NULL)
+        engine_end_request(en, engine_request_of(item), OUTCOME_DEADLINE,
+                           "deadline_ms has passed");
+}
+
+static void engine_lose_device(struct engine *en)
+{
+    if (!en->is_lost)
+        log_error("event=device_lost step=%lld", (long long)en->step_number);
+    en->is_lost = true;
+    atomic_store(&en->metrics->device_lost, true);
+    for (; en->n_in_flight > 0; en->n_in_flight--) {
+        struct step *s = &en->steps[en->i_oldest];
+        for (int32_t i = 0; i < s->n_pieces; i++)
+            s->pieces[i].req->n_in_flight--;
+        en->i_oldest = (en->i_oldest + 1) % STEPS_IN_FLIGHT;
+    }
+    engine_end_all(en, "device lost");
+}
+
+/* Plans, packs and launches one step. Returns whether there was one. */
+static bool engine_launch(struct engine *en)
+{
+    struct sched_room room = {.now_us = request_now_us(),
+                              .rate_tokens_per_us =
+                                  en->rate_us > 0 ? en->rate_tokens / en->rate_us : 1e-3,
+                              .n_free_slots = en->slots.n_free,
+                              .n_free_pages = en->pages.n_free};
+    int32_t n = sched_plan(en->sched, &room, en->plan);
+    if (n == 0)
+        return false;
+    struct step *s = &en->steps[(en->i_oldest + en->n_in_flight) % STEPS_IN_FLIGHT];
+    step_reset(s, ++en->step_number);
+    int64_t now_us = request_now_us();
+    for (int32_t i = 0; i < n; i++) {
+        const struct sched_piece *p = &en->plan[i];
+        struct request *r = engine_request_of(p->item);
+        if (p->is_first)
+            engine_admit(en, r);
+        if (r->started_us == 0)
+            r->started_us = now_us;
+        r->n_in_flight++;
+        step_add(s, r, p->start, p->n_tokens, p->is_last);
+    }
+    step_seal(s);
+    engine_publish_metrics(en);
+    s->launched_us = now_us;
+    en->n_in_flight++;
+    if (model_launch(en->model, &s->host, s->results) != 0)
+        engine_lose_device(en);
+    return true;
+}
+
+static void engine_measure(struct engine *en, const struct step *s)
+{
+    int64_t now_us = request_now_us();
+    int64_t from_us = s->launched_us > en->last_end_us ? s->launched_us : en->last_end_us;
+    const double keep = 1.0 - 1.0 / RATE_KEEP_STEPS;
+    en->rate_tokens = en->rate_tokens * keep + s->host.n_tokens;
+    en->rate_us = en->rate_us * keep + (double)(now_us > from_us ? now_us - from_us : 1);
+    en->last_end_us = now_us;
+    atomic_fetch_add(&en->metrics->steps, 1);
+    atomic_fetch_add(&en->metrics->step_tokens, s->host.n_tokens);
+    atomic_fetch_add(&en->metrics->step_us, now_us - from_us);
+    atomic_store(&en->metrics->last_progress_us, now_us);
+    atomic_store(&en->metrics->rate_tokens_per_s,
+                 (long long)(en->rate_tokens / en->rate_us * 1e6));
+    log_debug("event=step step=%lld tokens=%d pieces=%d us=%lld", (long long)s->number,
+              s->host.n_tokens, s->n_pieces, (long long)(now_us - from_us));
+}
+
+static void engine_publish_piece(struct engine *en, const struct step *s, int32_t i)
+{
+    const struct step_piece *p = &s->pieces[i];
+    struct request *r = p->req;
+    r->n_in_flight--;
+    r->n_computed += p->n_tokens;
+    if (r->is_ending) {
+        engine_end_request(en, r, r->outcome, r->error.text);
+        return;
+    }
+    en->admitted_left -= p->n_tokens;
+    int32_t n_bad = step_publish(s, i);
+    if (n_bad > 0) {
+        atomic_fetch_add(&en->metrics->nan_rows, n_bad);
+        log_error("id=%s event=not_finite rows=%d step=%lld", r->id, n_bad,
+                  (long long)s->number);
+        engine_end_request(en, r, OUTCOME_ERROR, "the model gave numbers that are not finite");
+        return;
+    }
+    if (request_add_piece(r, s->number, p->start, p->n_tokens) != 0)
+        engine_end_request(en, r, OUTCOME_ERROR, "no memory");
+    else if (p->is_last && r->item.deadline_us && request_now_us() > r->item.deadline_us)
+        engine_end_request(en, r, OUTCOME_DEADLINE, "deadline_ms has passed");
+    else if (p->is_last)
+        engine_end_request(en, r, OUTCOME_OK, "");
+}
+
+/* Publishes the oldest step when it has ended. */
+static bool engine_collect(struct engine *en, bool wait)
+{
+    int rc = model_done(en->model, wait);
+    if (rc < 0) {
+        engine_lose_device(en);
+        return true;
+    }
+    if (rc == 0)
+        return false;
+    struct step *s = &en->steps[en->i_oldest];
+    en->i_oldest = (en->i_oldest + 1) % STEPS_IN_FLIGHT;
+    en->n_in_flight--;
+    engine_measure(en, s);
+    for (int32_t i = 0; i < s->n_pieces; i++)
+        engine_publish_piece(en, s, i);
+    engine_publish_metrics(en);
+    return true;
+}
+
+bool engine_turn(struct engine *en)
+{
+    engine_take(en, 0);
+    engine_end_cancelled(en);
+    engine_end_expired(en);
+    bool is_launched = en->n_in_flight < STEPS_IN_FLIGHT && !en->is_lost && engine_launch(en);
+    if (en->n_in_flight > 0)
+        engine_collect(en, en->n_in_flight == STEPS_IN_FLIGHT);
+    if (!is_launched && en->n_in_flight > 0)
+        engine_take(en, FLIGHT_WAIT_US);
+    return en->n_held > 0 || queue_n_waiting(en->queue) > 0;
+}
+
+/* ---- the thread ---- */
+
+static void *engine_main(void *arg)
+{
+    struct engine *en = arg;
+    while (!atomic_load(&en->stopping)) {
+        if (engine_turn(en))
+            continue;
+        atomic_store(&en->metrics->last_progress_us, request_now_us());
+        engine_publish_metrics(en);
+        engine_take(en, IDLE_WAIT_US);
+    }
+    while (en->n_in_flight > 0)
+        engine_collect(en, true);
+    do {
+        engine_take(en, 0);
+        engine_end_all(en, "the server is shutting down");
+    } while (queue_n_waiting(en->queue) > 0);
+    engine_publish_metrics(en);
+    return NULL;
+}
+
+int engine_start(struct engine *en, struct errmsg *e)
+{
+    atomic_store(&en->metrics->last_progress_us, request_now_us());
+    engine_publish_metrics(en);
+    int rc = pthread_create(&en->thread, NULL, engine_main, en);
+    if (rc != 0)
+        return errmsg_set(e, ERR_IO, "cannot start the engine thread: %s", strerror(rc));
+    en->has_thread = true;
+    return 0;
+}
+
+void engine_cancel(struct engine *en, struct request *r)
+{
+    atomic_store(&r->cancelled, true);
+    atomic_fetch_add(&en->n_cancels, 1);
+    queue_wake(en->queue);
+}
+
+bool engine_drain(struct engine *en, int64_t deadline_us)
+{
+    enum { POLL_US = 2000 };
+    while (atomic_load(&en->n_alive) > 0 || queue_n_waiting(en->queue) > 0) {
+        if (request_now_us() >= deadline_us)
+            return false;
+        usleep(POLL_US);
+    }
+    return true;
+}
+
+void engine_stop(struct engine *en)
+{
+    queue_stop(en->queue);
+    atomic_store(&en->stopping, true);
+    queue_wake(en->queue);
+    if (en->has_thread)
+        pthread_join(en->thread, NULL);
+    en->has_thread = false;
+}
