@@ -1,0 +1,214 @@
+#!/usr/bin/env python3
+"""clients/prefill against a server that answers what the test says. TAP."""
+
+import http.server
+import json
+import os
+import socket
+import socketserver
+import subprocess
+import sys
+import tempfile
+import threading
+
+SRCDIR = os.environ.get("SRCDIR", ".")
+CLIENT = os.path.join(SRCDIR, "clients", "prefill")
+
+count = failed = 0
+
+
+def check(good, what, detail=""):
+    global count, failed
+    count += 1
+    print(f"{'ok' if good else 'not ok'} {count} - {what}")
+    if not good:
+        failed += 1
+        for line in str(detail).splitlines():
+            print(f"# {line}")
+    sys.stdout.flush()
+
+
+ANSWER = {
+    "id": "pf-1", "object": "prefill", "created": 1, "model": "demo",
+    "usage": {"prompt_tokens": 4, "cached_tokens": 0, "total_tokens": 4},
+    "next": {"id": 17, "token": " the", "logprob": -0.5,
+             "top": [{"id": 17, "token": " the", "logprob": -0.5},
+                     {"id": 3, "token": "\ufffd", "bytes": [0xe4], "logprob": -2.0},
+                     {"id": 900, "token": "", "logprob": -3.0},
+                     {"id": 5, "token": "\n\u0000\u2028", "logprob": -4.0}]},
+    "prompt_logprobs": [None, -1.0, -2.0, -3.0],
+    "timings": {"queue_ms": 0.25, "prefill_ms": 12.5, "total_ms": 13, "tokens_per_s": 320.4},
+    "pieces": [{"step": 17, "start": 0, "tokens": 4}]}
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    status, answer, headers_out, seen, auth = 200, ANSWER, {}, None, None
+    reads_body = True
+
+    def do_POST(self):
+        if Handler.reads_body:
+            length = int(self.headers["Content-Length"])
+            Handler.seen = json.loads(self.rfile.read(length))
+        Handler.auth, Handler.path_seen = self.headers["Authorization"], self.path
+        body = Handler.answer
+        body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(Handler.status)
+        for name, value in Handler.headers_out.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        if not Handler.reads_body:
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_WR)
+            while self.connection.recv(1 << 16):
+                pass
+
+    def log_message(self, *_):
+        pass
+
+    def address_string(self):
+        return ""
+
+
+class UnixServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+
+
+def run(url, *args, stdin=b"", **settings):
+    Handler.status, Handler.answer, Handler.headers_out = 200, ANSWER, {}
+    Handler.seen, Handler.reads_body = None, True
+    for name, value in settings.items():
+        setattr(Handler, name, value)
+    return subprocess.run([sys.executable, CLIENT, "--url", url, *args], input=stdin,
+                          capture_output=True, timeout=30)
+
+
+def error(message, code, **more):
+    return {"error": {"message": message, "type": "x", "param": None, "code": code}, **more}
+
+
+def check_answers(url):
+    r = run(url, "--text", "In the beginning")
+    out = r.stdout.decode()
+    check(r.returncode == 0 and r.stderr == b"", "an answer is status 0", r)
+    check(Handler.seen == {"prompt": "In the beginning", "logprobs": "all", "top_logprobs": 5},
+          "the body says what is asked", Handler.seen)
+    check("perplexity 7.4 over 3 tokens (2.000 nats" in out, "perplexity is exp of the mean", out)
+    check("demo: 4 tokens, 320 tokens/s" in out, "the rate is shown", out)
+    check(" 60.7%   17  \" the\"" in out, "a candidate has its probability, id and text", out)
+    check("\"\\xe4\"" in out, "bytes that are no text are shown as bytes", out)
+    check("900  (no text)" in out, "an id without a token is shown as such", out)
+    check("\"\\n\\u0000\\u2028\"" in out, "control characters are escaped", out)
+    check("ran in 1 piece\n  step 17: 4 tokens, 0 to 3\n" in out, "pieces are shown", out)
+
+    r = run(url, "--text", "x", "--json")
+    check(r.returncode == 0 and json.loads(r.stdout) == ANSWER, "--json is the answer", r)
+
+    many = dict(ANSWER, pieces=[{"step": i, "start": 64 * i, "tokens": 64} for i in range(40)])
+    out = run(url, "--text", "x", answer=many).stdout.decode()
+    check("ran in 40 pieces" in out and "... 32 more" in out and "step 39: " in out
+          and out.count("  step ") == 8, "many pieces are cut short", out)
+    bare = {k: v for k, v in ANSWER.items() if k not in ("next", "prompt_logprobs")}
+    r = run(url, "--text", "x", "--logprobs", "none", answer=bare)
+    check(r.returncode == 0 and b"next" not in r.stdout and Handler.seen["logprobs"] == "none",
+          "without logprobs there is still an answer", r)
+    r = run(url, "--text", "x", answer=dict(ANSWER, prompt_logprobs=[None]))
+    check(b"needs a prompt of two" in r.stdout, "one token has no perplexity", r)
+    r = run(url, "--text", "x", answer=dict(ANSWER, prompt_logprobs=[None, None]))
+    check(b"no number" in r.stdout, "a null logprob is no number", r)
+    r = run(url, "--text", "x", headers_out={"X-Prefilld-Ignored": "foo"})
+    check(b"ignored foo" in r.stderr and r.returncode == 0, "an ignored field is named", r)
+
+
+def check_prompts(url):
+    run(url, "--ids", "17, 4,256", "--top", "3", "--priority", "-2", "--deadline-ms", "50",
+        "--request-id", "a", "--model", "demo")
+    check(Handler.seen == {"prompt": [17, 4, 256], "logprobs": "all", "top_logprobs": 3,
+                           "priority": -2, "deadline_ms": 50, "request_id": "a",
+                           "model": "demo"}, "ids and every option travel", Handler.seen)
+    text = "caf\u00e9 \u2603\r\n\u0000 end\n"
+    run(url, stdin=text.encode())
+    check(Handler.seen["prompt"] == text, "standard input is the prompt, as it is", Handler.seen)
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(text.encode())
+        file.flush()
+        run(url, "--file", file.name)
+        check(Handler.seen["prompt"] == text, "--file is the prompt, as it is", Handler.seen)
+        file.seek(0)
+        file.write(b"\xff")
+        file.flush()
+        r = run(url, "--file", file.name)
+        check(r.returncode == 2 and b"not UTF-8 text (byte 0)" in r.stderr, "bytes are refused", r)
+    for args, part in [(["--text", ""], b"is empty"), (["--ids", "1,x"], b"--ids"),
+                       (["--file", "/nonexistent"], b"No such file"),
+                       (["--text", "a", "--ids", "1"], b"not allowed"),
+                       (["--url", "ftp://x", "--text", "a"], b"give http"),
+                       (["--url", "http://h:x", "--text", "a"], b"--url"),
+                       (["--url", "unix:", "--text", "a"], b"unix:PATH")]:
+        r = run(url, *args)
+        check(r.returncode == 2 and part in r.stderr, f"status 2: {' '.join(args)}", r)
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"sesame\nother\n")
+        file.flush()
+        run(url + "/base/", "--text", "a", "--api-key-file", file.name)
+        check(Handler.auth == "Bearer sesame", "the key is the first line", Handler.auth)
+        check(Handler.path_seen == "/base/v1/prefill", "a path before /v1 is kept",
+              Handler.path_seen)
+
+
+def check_errors(url):
+    for status, code, parts in [(400, 1, [b"(400)", b"why"]), (404, 1, [b"(404)"]),
+                                (401, 1, [b"--api-key-file"]), (429, 4, [b"again in 7 s"]),
+                                (503, 4, [b"again in 7 s", b"why"]), (504, 4, [b"(504)"]),
+                                (500, 4, [b"(500)"])]:
+        r = run(url, "--text", "a", status=status, answer=error("why", status),
+                headers_out={"Retry-After": "7"} if status in (429, 503) else {})
+        check(r.returncode == code and all(p in r.stderr for p in parts) and not r.stdout,
+              f"status {status} is exit {code}", r)
+    r = run(url, "--text", "a", status=404, answer=b"<html>")
+    check(r.returncode == 3 and b"not as prefilld" in r.stderr, "another server: 404", r)
+    r = run(url, "--text", "a", answer=b"hello")
+    check(r.returncode == 3 and b"not prefilld" in r.stderr, "another server: 200", r)
+    r = run(url, stdin=b"a" * (8 << 20), status=413, answer=error("too large", 413),
+            reads_body=False)
+    check(r.returncode == 1 and b"too large" in r.stderr, "an early refusal is read", r)
+
+
+def check_connections(url):
+    with socket.socket() as idle:
+        idle.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{idle.getsockname()[1]}"
+        r = run(closed, "--text", "a")
+        check(r.returncode == 3 and b"nothing listens" in r.stderr, "no server: exit 3", r)
+        idle.listen()
+        r = run(closed, "--text", "a", "--timeout", "0.2")
+        check(r.returncode == 3 and b"no answer" in r.stderr, "a silent server: exit 3", r)
+    r = run(url.removeprefix("http://"), "--text", "a")
+    check(r.returncode == 0, "ADDR:PORT is an address too", r)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "p.sock")
+        r = run("unix:" + path, "--text", "a")
+        check(r.returncode == 3 and b"nothing listens" in r.stderr, "no socket: exit 3", r)
+        server = UnixServer(path, Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for form in ("unix:", "unix://"):
+            r = run(form + path, "--text", "a")
+            check(r.returncode == 0 and b"perplexity" in r.stdout, f"{form}PATH works", r)
+        server.shutdown()
+
+
+def main():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    check_answers(url)
+    check_prompts(url)
+    check_errors(url)
+    check_connections(url)
+    print(f"1..{count}")
+    return failed != 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
