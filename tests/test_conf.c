@@ -86,13 +86,13 @@ Test(conf, defaults_are_the_documented_ones)
 
 Test(conf, every_option_reaches_its_member)
 {
-    cr_assert(parse("--model=m --served-name n --listen 0.0.0.0:0 --listen=[::1]:80 "
+    cr_assert(parse("--model=m --served-name n --listen localhost:0 --listen=[::1]:80 "
                     "--listen unix:/run/p.sock --backend cpu --load dummy --dummy-seed 7 "
                     "--log-level error --api-key-file k --policy fcfs") == 0);
     cr_assert_str_eq(c.model, "m");
     cr_assert_str_eq(c.served_name, "n");
     cr_assert(c.n_listen == 3);
-    cr_assert_str_eq(c.listen[0], "0.0.0.0:0");
+    cr_assert_str_eq(c.listen[0], "localhost:0");
     cr_assert_str_eq(c.listen[1], "[::1]:80");
     cr_assert_str_eq(c.listen[2], "unix:/run/p.sock");
     cr_assert_str_eq(c.backend, "cpu");
@@ -153,12 +153,13 @@ Test(conf, wrong_values_name_option_value_and_what_is_accepted)
         {"--model m --stall-s 0", "--stall-s", "\"0\"", "1 to 86400"},
         {"--model m --listen 8080", "--listen", "8080", "ADDR:PORT"},
         {"--model m --listen :8080", "--listen", ":8080", "127.0.0.1"},
-        {"--model m --listen localhost:80", "--listen", "localhost:80", "in numbers"},
-        {"--model m --listen 127.0.0.1:", "--listen", "127.0.0.1:", "port of 0 to 65535"},
-        {"--model m --listen 127.0.0.1:65536", "--listen", "65536", "port of 0 to 65535"},
-        {"--model m --listen 127.0.0.1:-1", "--listen", "-1", "port of 0 to 65535"},
+        {"--model m --listen *:80", "--listen", "*:80", "0.0.0.0 for everyone"},
+        {"--model m --listen http://h:80", "--listen", "http://h:80", "ADDR:PORT"},
+        {"--model m --listen 127.0.0.1:", "--listen", "127.0.0.1:", "port 0 to 65535"},
+        {"--model m --listen 127.0.0.1:65536", "--listen", "65536", "port 0 to 65535"},
+        {"--model m --listen 127.0.0.1:-1", "--listen", "-1", "port 0 to 65535"},
         {"--model m --listen ::1:80", "--listen", "::1:80", "[ADDR6]:PORT"},
-        {"--model m --listen [127.0.0.1]:80", "--listen", "[127", "[ADDR6]:PORT"},
+        {"--model m --listen []:80", "--listen", "[]:80", "[ADDR6]:PORT"},
         {"--model m --listen unix:", "--listen", "unix:", "unix:PATH"},
         {"--model m --served-name=", "--served-name", "no value", "NAME"},
         {"--model", "--model", "needs a value", "DIR"},
