@@ -308,7 +308,8 @@ struct backend_ops {
     int (*upload)(struct backend *b, void *dst, const void *src_host, size_t bytes);
     int (*download)(struct backend *b, void *dst_host, const void *src, size_t bytes);
 
-    /* Makes the private form of n_mats * rows rows given by parts in order. Set-up only.
+    /* Makes the private form of n_mats * rows rows given by parts in order. Set-up only. Parts
+     * of different dtypes make an f32 weight (an embedding's parts must be of one).
      * weight_bytes: what it will take, before anything is allocated. */
     size_t (*weight_bytes)(struct backend *b, int32_t n_mats, int32_t rows, int32_t cols,
                            enum dtype dtype, unsigned use);

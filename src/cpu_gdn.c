@@ -1,0 +1,160 @@
+/* The gated delta rule over a batch: how its chunks are shared out over the threads.
+ *
+ * Chunks of a sequence depend on each other through the state only. Usually an item of the
+ * fan-out is a sequence and a key head, and goes through its chunks in order. When there are too
+ * few of those, what does not need the state is done first for a window of chunks, one item
+ * each, and the serial part is split further by columns of the state, which are independent.
+ * Both ways compute every element in the same order: bits do not depend on the choice. */
+#include <string.h>
+
+#include "cpu_gdn.h"
+
+/* Most (chunk, head) parts prepared at a time, and fewest columns of the state in an item. */
+enum { MAX_PREPS = 512, MIN_COLUMNS = 32 };
+
+struct delta_run {
+    const struct op_gdn_delta *a;
+    struct gdn_scratch *scratch; /* [threads] */
+    struct gdn_prep *preps;      /* [window chunks, HV] */
+    int32_t flat0, flat_end;     /* the window, in flat chunks */
+    int32_t n_splits;            /* of the state's columns */
+};
+
+static size_t scratch_bytes(int32_t n_threads)
+{
+    return cpu_round_up((size_t)n_threads * sizeof(struct gdn_scratch), CPU_ALIGN);
+}
+
+static size_t mm_bytes(void)
+{
+    size_t bytes = cpu_mm_scratch_bytes(GDN_DIM_MAX, GDN_DIM_MAX, GDN_DIM_MAX);
+    return cpu_round_up(bytes, CPU_ALIGN);
+}
+
+size_t cpu_gdn_workspace_bytes(const struct backend_limits *l, int32_t n_threads)
+{
+    size_t delta = scratch_bytes(n_threads) + (size_t)n_threads * mm_bytes() +
+                   (size_t)MAX_PREPS * sizeof(struct gdn_prep);
+    size_t conv = cpu_gdn_conv_workspace_bytes(l);
+    return l->HV == 0 ? 0 : delta > conv ? delta : conv;
+}
+
+static struct gdn_chunk chunk_at(const struct batch *b, int32_t flat)
+{
+    int32_t tok = b->map.tok[flat], end = b->cu_seqlens[b->map.seq[flat] + 1];
+    return (struct gdn_chunk){tok, end - tok < CHUNK_TOKENS ? end - tok : CHUNK_TOKENS};
+}
+
+/* The head's state at the start of a chunk; a fresh request's is stored, not read. */
+static float *entry_state(const struct op_gdn_delta *a, int32_t flat, int32_t i_head,
+                          int32_t v0, int32_t n_v)
+{
+    const struct batch *b = a->b;
+    int32_t n = b->map.seq[flat];
+    float *S = cpu_state_at(&a->d, a->pool, b->slots[n], i_head);
+    if (b->map.index[flat] == 0 && b->start[n] == 0)
+        for (int32_t i = 0; i < a->d.K; i++)
+            memset(S + (size_t)i * a->d.V + v0, 0, (size_t)n_v * sizeof(float));
+    return S;
+}
+
+/* A sequence and a key head, all chunks. */
+static void whole_item(void *arg, int64_t item, int32_t thread)
+{
+    const struct delta_run *r = arg;
+    const struct op_gdn_delta *a = r->a;
+    struct gdn_scratch *s = &r->scratch[thread];
+    int32_t n = (int32_t)(item / a->d.H), i_key_head = (int32_t)(item % a->d.H);
+    int32_t ratio = a->d.HV / a->d.H;
+    const int32_t *seq_first = a->b->map.seq_first;
+    for (int32_t flat = seq_first[n]; flat < seq_first[n + 1]; flat++) {
+        struct gdn_chunk c = chunk_at(a->b, flat);
+        gdn_pair_make(a, c, i_key_head, &s->pair, s->mm);
+        for (int32_t h = i_key_head * ratio; h < (i_key_head + 1) * ratio; h++) {
+            float *S = entry_state(a, flat, h, 0, a->d.V);
+            gdn_prep_make(a, c, h, &s->pair, &s->prep);
+            gdn_chunk_apply(a, c, h, 0, a->d.V, &s->prep, S, s);
+            if (a->z)
+                gdn_gate_rows(a, h, c.tok, c.n);
+        }
+    }
+}
+
+/* A chunk of the window and a key head. */
+static void prep_item(void *arg, int64_t item, int32_t thread)
+{
+    const struct delta_run *r = arg;
+    const struct op_gdn_delta *a = r->a;
+    struct gdn_scratch *s = &r->scratch[thread];
+    int32_t i_chunk = (int32_t)(item / a->d.H), i_key_head = (int32_t)(item % a->d.H);
+    int32_t ratio = a->d.HV / a->d.H;
+    struct gdn_chunk c = chunk_at(a->b, r->flat0 + i_chunk);
+    gdn_pair_make(a, c, i_key_head, &s->pair, s->mm);
+    for (int32_t h = i_key_head * ratio; h < (i_key_head + 1) * ratio; h++)
+        gdn_prep_make(a, c, h, &s->pair, &r->preps[(size_t)i_chunk * a->d.HV + h]);
+}
+
+/* A sequence, a value head and some of its columns; the chunks in the window. */
+static void serial_item(void *arg, int64_t item, int32_t thread)
+{
+    const struct delta_run *r = arg;
+    const struct op_gdn_delta *a = r->a;
+    int32_t split = (int32_t)(item % r->n_splits);
+    int32_t h = (int32_t)(item / r->n_splits % a->d.HV);
+    int32_t n = (int32_t)(item / r->n_splits / a->d.HV);
+    int32_t n_v = a->d.V / r->n_splits, v0 = split * n_v;
+    int32_t flat = a->b->map.seq_first[n], end = a->b->map.seq_first[n + 1];
+    flat = flat > r->flat0 ? flat : r->flat0;
+    end = end < r->flat_end ? end : r->flat_end;
+    for (; flat < end; flat++)
+        gdn_chunk_apply(a, chunk_at(a->b, flat), h, v0, n_v,
+                        &r->preps[(size_t)(flat - r->flat0) * a->d.HV + h],
+                        entry_state(a, flat, h, v0, n_v), &r->scratch[thread]);
+}
+
+/* A chunk of the window and a value head: the gated norm needs all columns. */
+static void gate_item(void *arg, int64_t item, int32_t thread)
+{
+    (void)thread;
+    const struct delta_run *r = arg;
+    struct gdn_chunk c = chunk_at(r->a->b, r->flat0 + (int32_t)(item / r->a->d.HV));
+    gdn_gate_rows(r->a, (int32_t)(item % r->a->d.HV), c.tok, c.n);
+}
+
+static void run_windows(struct cpu_pool *pool, struct delta_run *r)
+{
+    const struct op_gdn_delta *a = r->a;
+    int32_t n_threads = cpu_pool_threads(pool), n_heads = a->b->n_seqs * a->d.HV;
+    r->n_splits = 1;
+    while (n_heads * r->n_splits < 2 * n_threads && a->d.V / r->n_splits >= 2 * MIN_COLUMNS &&
+           a->d.V % (2 * r->n_splits * MIN_COLUMNS) == 0)
+        r->n_splits *= 2;
+    int32_t window = MAX_PREPS / a->d.HV;
+    for (r->flat0 = 0; r->flat0 < a->b->n_chunks; r->flat0 = r->flat_end) {
+        r->flat_end = a->b->n_chunks - r->flat0 < window ? a->b->n_chunks : r->flat0 + window;
+        int64_t n_chunks = r->flat_end - r->flat0;
+        cpu_pool_run(pool, n_chunks * a->d.H, prep_item, r);
+        cpu_pool_run(pool, (int64_t)n_heads * r->n_splits, serial_item, r);
+        if (a->z)
+            cpu_pool_run(pool, n_chunks * a->d.HV, gate_item, r);
+    }
+}
+
+void cpu_gdn_delta(struct backend *b, const struct op_gdn_delta *a)
+{
+    struct cpu_pool *pool = cpu_impl_pool(b);
+    int32_t n_threads = cpu_pool_threads(pool);
+    size_t bytes;
+    uintptr_t at = (uintptr_t)cpu_impl_workspace(b, &bytes);
+    struct delta_run r = {.a = a};
+    r.scratch = cpu_carve(&at, scratch_bytes(n_threads));
+    for (int32_t i = 0; i < n_threads; i++)
+        r.scratch[i].mm = cpu_carve(&at, mm_bytes());
+    r.preps = (struct gdn_prep *)at;
+    int64_t n_items = (int64_t)a->b->n_seqs * a->d.H;
+    /* With one thread there is nothing to share out. */
+    if (n_threads == 1 || n_items >= 2 * n_threads || a->d.HV > MAX_PREPS)
+        cpu_pool_run(pool, n_items, whole_item, &r);
+    else
+        run_windows(pool, &r);
+}

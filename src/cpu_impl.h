@@ -1,0 +1,113 @@
+/* Inside the CPU backend: what cpu_backend.c, the pools and the operation bodies share.
+ *
+ * Owns the layouts of state slots and KV pages. Engine thread only; bodies read it from pool
+ * threads. Never allocates. */
+#ifndef PREFILLD_CPU_IMPL_H
+#define PREFILLD_CPU_IMPL_H
+
+#include "cpu.h"
+
+enum { STEPS_IN_FLIGHT = 2, CPU_ALIGN = 64 };
+
+/* Largest head dims the bodies' scratch is made for; K and V are multiples of 16, D of 64. */
+enum { GDN_DIM_MAX = 256, ATTN_DIM_MAX = 256 };
+
+struct cpu_step {
+    int32_t *map; /* room for the chunk map of the largest step */
+    bool is_ended;
+};
+
+struct cpu_impl {
+    struct cpu_pool *pool;
+    void *workspace;
+    size_t workspace_bytes;
+    struct backend_limits limits;
+    struct cpu_step ring[STEPS_IN_FLIGHT];
+    int32_t i_oldest;  /* in ring */
+    int32_t n_flights; /* steps between step_begin and step_done */
+};
+
+static inline size_t cpu_round_up(size_t n, size_t unit)
+{
+    return (n + unit - 1) / unit * unit;
+}
+
+/* Takes bytes from the workspace at *at, keeping it aligned. From 0 on, it measures. */
+static inline void *cpu_carve(uintptr_t *at, size_t bytes)
+{
+    void *p = (void *)*at;
+    *at += cpu_round_up(bytes, CPU_ALIGN);
+    return p;
+}
+
+/* ---- layouts of the pools ---- */
+
+/* State of one head: [K, V] f32 row-major, heads in order, slots in order. */
+static inline float *cpu_state_at(const struct gdn_dims *d, const struct state_pool *p,
+                                  int32_t slot, int32_t i_head)
+{
+    return (float *)p->S + ((size_t)slot * d->HV + i_head) * d->K * d->V;
+}
+
+/* Convolution window of a slot: [3, conv_dim] f32, oldest first, so that taps are contiguous
+ * over channels. */
+static inline float *cpu_conv_at(const struct gdn_dims *d, const struct state_pool *p,
+                                 int32_t slot)
+{
+    return (float *)p->conv + (size_t)slot * 3 * d->conv_dim;
+}
+
+/* Keys of 64 positions of a page: [D, 64], transposed, so that scores are a plain product. */
+static inline float *cpu_key_block_at(const struct attn_dims *d, const struct kv_pool *p,
+                                      int32_t page, int32_t i_head, int32_t i_pos)
+{
+    size_t head = (size_t)page * d->HK + i_head;
+    return (float *)p->k + (head * p->page_tokens + i_pos / CHUNK_TOKENS * CHUNK_TOKENS) * d->D;
+}
+
+/* Values of a page from position i_pos on: [.., D]. */
+static inline float *cpu_value_at(const struct attn_dims *d, const struct kv_pool *p,
+                                  int32_t page, int32_t i_head, int32_t i_pos)
+{
+    size_t head = (size_t)page * d->HK + i_head;
+    return (float *)p->v + (head * p->page_tokens + i_pos) * d->D;
+}
+
+/* ---- rows, on the calling thread (cpu_norm.c) ---- */
+
+/* h = x * rsqrt(mean(x^2) + eps) * w, n elements; h may be x. */
+void cpu_rmsnorm_row(int32_t n, float eps, const float *x, const float *w, float *h);
+/* c = silu(gate) * up; c may be gate. */
+void cpu_swiglu_row(int32_t F, const float *gate, const float *up, float *c);
+
+/* Part of cpu_gdn_workspace_bytes (cpu_gdn_conv.c). */
+size_t cpu_gdn_conv_workspace_bytes(const struct backend_limits *l);
+
+/* ---- set-up calls of the table (cpu_backend.c, cpu_store.c) ---- */
+
+void *cpu_alloc(struct backend *b, size_t bytes);
+void cpu_free(struct backend *b, void *p);
+
+void cpu_memory(struct backend *b, size_t *free_bytes, size_t *total_bytes);
+size_t cpu_state_bytes(struct backend *b, const struct gdn_dims *d);
+size_t cpu_page_bytes(struct backend *b, const struct attn_dims *d, int32_t page_tokens);
+int cpu_state_pool_make(struct backend *b, const struct gdn_dims *d, int32_t n_slots,
+                        struct state_pool *out);
+int cpu_kv_pool_make(struct backend *b, const struct attn_dims *d, int32_t n_pages,
+                     int32_t page_tokens, struct kv_pool *out);
+void cpu_state_pool_free(struct backend *b, struct state_pool *p);
+void cpu_kv_pool_free(struct backend *b, struct kv_pool *p);
+int cpu_state_read(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
+                   int32_t slot, float *S, float *conv);
+int cpu_state_write(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
+                    int32_t slot, const float *S, const float *conv);
+int cpu_kv_read(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
+                const int32_t *pages, int32_t n_tokens, float *k, float *v);
+int cpu_kv_write(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
+                 const int32_t *pages, int32_t n_tokens, const float *k, const float *v);
+void cpu_state_poison(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
+                      int32_t slot);
+void cpu_page_poison(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
+                     int32_t page);
+
+#endif
