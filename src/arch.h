@@ -28,7 +28,7 @@ struct arch {
     int32_t max_positions;
     float eps;
     bool tie_flag; /* tie_word_embeddings as the file says; lm_head's presence decides */
-    int32_t eos_id, bos_id, pad_id; /* -1 when the file has none; the first of a list */
+    int32_t eos_id, bos_id, pad_id; /* below vocab; -1: none; the first of a list */
 
     enum layer_kind *layers; /* [n_layers], owned */
     bool *moe;               /* [n_layers] the layer's MLP is a mixture; owned */
@@ -41,12 +41,12 @@ struct arch {
 
     /* attention */
     int32_t HQ, HK, D;
-    int32_t rot_dim;
+    int32_t rot_dim; /* even, 2..D */
     float rope_theta;
 
     /* MLP */
-    int32_t F; /* dense; 0 when every layer is a mixture and the file gives none */
-    int32_t E, top_k, moe_F, shared_F; /* 0 without mixtures */
+    int32_t F;                         /* dense; 0 when every layer is a mixture */
+    int32_t E, top_k, moe_F, shared_F; /* all 0 when no layer is a mixture, else all > 0 */
     bool renorm_topk;
 };
 

@@ -2,8 +2,10 @@
  *
  * Owns the mappings. Main thread, at start; the mapped bytes are constant and may be read by
  * any thread until close. Never trusts a file: every offset, size, shape and name is checked
- * before it is used. A file truncated by another process while mapped is outside what can be
- * checked (SIGBUS). */
+ * before it is used. As the format says, data has neither overlaps nor holes and ends with the
+ * file; also refused: names that are not printable ASCII (so that messages and logs stay
+ * clean), a name in two shards, a shard that the index does not match. A file truncated by
+ * another process while mapped is outside what can be checked (SIGBUS). */
 #ifndef PREFILLD_SAFETENSORS_H
 #define PREFILLD_SAFETENSORS_H
 
@@ -44,18 +46,21 @@ struct st_tensor {
 struct st_set;
 
 /* Opens dir/model.safetensors.index.json with its shards, or dir/model.safetensors, or the only
- * *.safetensors file of dir. Returns 0, ERR_IO, ERR_INVALID or ERR_NOMEM with e filled. */
+ * *.safetensors file of dir. All missing shards are named at once. Returns 0, ERR_IO,
+ * ERR_INVALID or ERR_NOMEM with e filled; caller ends with st_close. */
 int st_open_dir(const char *dir, struct st_set **out, struct errmsg *e);
-/* One file. */
+/* One file; the same. */
 int st_open_file(const char *path, struct st_set **out, struct errmsg *e);
 void st_close(struct st_set *s);
 
-/* NULL when absent. O(1). */
+/* NULL when absent. O(log n). */
 const struct st_tensor *st_find(const struct st_set *s, const char *name);
-/* All tensors, sorted by name. */
+/* All tensors, sorted by name (strcmp), one behind the other: st_at(s, i) is st_at(s, 0) + i. */
 size_t st_count(const struct st_set *s);
 const struct st_tensor *st_at(const struct st_set *s, size_t i);
 
+/* As the format spells it: "BF16". */
 const char *st_dtype_name(enum st_dtype d);
+size_t st_dtype_bytes(enum st_dtype d);
 
 #endif
