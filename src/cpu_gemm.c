@@ -1,0 +1,257 @@
+/* Products with a packed weight: cuts them into blocks and hands tiles to the kernels.
+ * See cpu_gemm.h for the form of the operands. Allocates at pool open only. */
+#include "cpu_gemm.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* Rows in the kernel's form for one pass: enough for 512 rows of the widest model seen
+ * (17408 columns); a larger product takes several passes. */
+#define A_BYTES ((size_t)64 << 20)
+enum {
+    MAX_BLOCKS = 2048,
+    MAX_BLOCK_ROWS = 256,
+    ITEMS_PER_THREAD = 6, /* so that a thread held up by the system costs a sixth at most */
+    MIN_RANGE_PANELS = 4,
+    PACK_INLINE_ELEMENTS = 8192 /* under this a second fan-out costs more than it saves */
+};
+
+/* Consecutive rows of one job, and where their packed form starts. */
+struct cpu_gemm_block {
+    const struct cpu_gemm_job *job;
+    int32_t row, n_rows;
+    size_t a_at;
+};
+
+/* One pass: some blocks times all columns. */
+struct pass {
+    struct cpu_gemm_ctx *g;
+    const struct weight *w;
+    int64_t lda, ldc;
+    int32_t n_blocks;
+    int32_t n_kb;         /* blocks of k */
+    int32_t n_ranges;     /* ranges of panels */
+    int32_t range_panels; /* a multiple of tile_panels */
+};
+
+int cpu_gemm_ctx_init(struct cpu_gemm_ctx *g, int32_t n_threads)
+{
+    *g = (struct cpu_gemm_ctx){.n_threads = n_threads, .a_bytes = A_BYTES};
+    g->isa = cpu_gemm_isas()[0];
+    for (int i = 0; cpu_gemm_isas()[i]; i++) {
+        const struct cpu_gemm_isa *isa = cpu_gemm_isas()[i];
+        size_t bytes = isa->unpacked_bytes(isa->k_block) * (size_t)isa->tile_panels;
+        if (bytes > g->w_bytes_each)
+            g->w_bytes_each = bytes;
+    }
+    g->w_bytes_each = (g->w_bytes_each + 63) / 64 * 64;
+    g->blocks = calloc(MAX_BLOCKS, sizeof(*g->blocks));
+    g->a = aligned_alloc(64, g->a_bytes);
+    g->w = aligned_alloc(64, g->w_bytes_each * (size_t)n_threads);
+    if (g->blocks && g->a && g->w)
+        return 0;
+    cpu_gemm_ctx_fini(g);
+    return ERR_NOMEM;
+}
+
+void cpu_gemm_ctx_fini(struct cpu_gemm_ctx *g)
+{
+    free(g->blocks);
+    free(g->a);
+    free(g->w);
+    *g = (struct cpu_gemm_ctx){0};
+}
+
+bool cpu_gemm_select(struct cpu_pool *pool, const char *name)
+{
+    for (int i = 0; cpu_gemm_isas()[i]; i++) {
+        if (strcmp(cpu_gemm_isas()[i]->name, name) == 0) {
+            cpu_pool_gemm(pool)->isa = cpu_gemm_isas()[i];
+            return true;
+        }
+    }
+    return false;
+}
+
+const char *cpu_gemm_name(struct cpu_pool *pool)
+{
+    return cpu_pool_gemm(pool)->isa->name;
+}
+
+/* Bytes of a block's packed form at full k_block; blocks of k lie one after the other, row
+ * tiles inside them. */
+static size_t block_kb_bytes(const struct cpu_gemm_isa *isa, int32_t n_rows)
+{
+    int32_t n_full = n_rows / isa->tile_rows, rest = n_rows % isa->tile_rows;
+    size_t bytes = (size_t)n_full * isa->a_bytes(isa->tile_rows, isa->k_block);
+    return bytes + (rest ? isa->a_bytes(rest, isa->k_block) : 0);
+}
+
+static void pack_rows(const struct pass *p, const struct cpu_gemm_block *b, int32_t i_kb)
+{
+    const struct cpu_gemm_isa *isa = p->g->isa;
+    int32_t k = i_kb * isa->k_block;
+    int32_t n_k = p->w->cols - k < isa->k_block ? p->w->cols - k : isa->k_block;
+    uint8_t *dst = p->g->a + b->a_at + (size_t)i_kb * block_kb_bytes(isa, b->n_rows);
+    const float *rows[MAX_TILE_ROWS];
+    for (int32_t r = 0; r < b->n_rows; r += isa->tile_rows) {
+        int32_t n = b->n_rows - r < isa->tile_rows ? b->n_rows - r : isa->tile_rows;
+        for (int32_t i = 0; i < n; i++) {
+            int64_t row = b->row + r + i;
+            if (b->job->a_rows)
+                row = b->job->a_rows[row];
+            rows[i] = b->job->a + row * p->lda + k;
+        }
+        isa->pack_a(n, n_k, rows, dst);
+        dst += isa->a_bytes(isa->tile_rows, isa->k_block);
+    }
+}
+
+static void pack_item(void *arg, int64_t item, int32_t thread)
+{
+    const struct pass *p = arg;
+    (void)thread;
+    pack_rows(p, &p->g->blocks[item / p->n_kb], (int32_t)(item % p->n_kb));
+}
+
+/* The panels of tile t at this k, unpacked to the thread's own memory when the kernel cannot
+ * read them as they lie. */
+static void fetch_panels(const struct pass *p, const uint8_t *mat, int32_t panel, int32_t k,
+                         uint8_t *own, struct cpu_gemm_tile *t)
+{
+    const struct cpu_gemm_isa *isa = p->g->isa;
+    enum dtype dtype = p->w->dtype;
+    size_t panel_bytes = cpu_panel_bytes(p->w->cols, dtype);
+    size_t unpacked_bytes = isa->unpacked_bytes(isa->k_block);
+    bool as_stored = isa->reads_stored >> dtype & 1;
+    int32_t n = ceil_div(t->n_cols, PANEL);
+    for (int32_t i = 0; i < isa->tile_panels; i++) {
+        if (i >= n) {
+            t->w[i] = t->w[n - 1];
+            continue;
+        }
+        const uint8_t *src =
+            mat + (size_t)(panel + i) * panel_bytes + (size_t)k * PANEL * dtype_bytes(dtype);
+        t->w[i] = src;
+        if (!as_stored) {
+            uint8_t *dst = own + (size_t)i * unpacked_bytes;
+            isa->unpack_w(dtype, t->n_k, src, dst);
+            t->w[i] = dst;
+        }
+    }
+}
+
+/* A block of rows times a range of panels. */
+static void product_item(void *arg, int64_t item, int32_t thread)
+{
+    const struct pass *p = arg;
+    struct cpu_gemm_ctx *g = p->g;
+    const struct cpu_gemm_isa *isa = g->isa;
+    const struct weight *w = p->w;
+    const struct cpu_gemm_block *b = &g->blocks[item % p->n_blocks];
+    const struct cpu_gemm_job *job = b->job;
+    int32_t first = (int32_t)(item / p->n_blocks) * p->range_panels;
+    int32_t last = first + p->range_panels;
+    if (last > ceil_div(w->rows, PANEL))
+        last = ceil_div(w->rows, PANEL);
+    const uint8_t *mat = (const uint8_t *)w->data +
+                         (size_t)job->i_mat * cpu_pack_bytes(1, w->rows, w->cols, w->dtype);
+    size_t tile_bytes = isa->a_bytes(isa->tile_rows, isa->k_block);
+    if (isa->enter)
+        isa->enter(b->n_rows);
+    for (int32_t i_kb = 0; i_kb < p->n_kb; i_kb++) {
+        int32_t k = i_kb * isa->k_block;
+        struct cpu_gemm_tile t = {.first = i_kb == 0, .ldc = p->ldc};
+        t.n_k = w->cols - k < isa->k_block ? w->cols - k : isa->k_block;
+        const uint8_t *a = g->a + b->a_at + (size_t)i_kb * block_kb_bytes(isa, b->n_rows);
+        for (int32_t panel = first; panel < last; panel += isa->tile_panels) {
+            int32_t cols = w->rows - panel * PANEL, max_cols = isa->tile_panels * PANEL;
+            t.n_cols = cols < max_cols ? cols : max_cols;
+            fetch_panels(p, mat, panel, k, g->w + (size_t)thread * g->w_bytes_each, &t);
+            for (int32_t r = 0; r < b->n_rows; r += isa->tile_rows) {
+                t.n_rows = b->n_rows - r < isa->tile_rows ? b->n_rows - r : isa->tile_rows;
+                t.a = a + (size_t)(r / isa->tile_rows) * tile_bytes;
+                t.c = job->c + (b->row + r) * p->ldc + (int64_t)panel * PANEL;
+                isa->kernel(w->dtype, &t);
+            }
+        }
+    }
+    if (isa->leave)
+        isa->leave();
+}
+
+static void run_pass(struct cpu_pool *pool, struct pass *p)
+{
+    struct cpu_gemm_ctx *g = p->g;
+    int64_t n_rows = 0;
+    for (int32_t i = 0; i < p->n_blocks; i++)
+        n_rows += g->blocks[i].n_rows;
+    int64_t n_packs = (int64_t)p->n_blocks * p->n_kb;
+    if (n_rows * p->w->cols <= PACK_INLINE_ELEMENTS) {
+        for (int64_t i = 0; i < n_packs; i++)
+            pack_item(p, i, 0);
+    } else {
+        cpu_pool_run(pool, n_packs, pack_item, p);
+    }
+
+    int32_t n_panels = ceil_div(p->w->rows, PANEL);
+    int32_t n_ranges = ceil_div(g->n_threads * ITEMS_PER_THREAD, p->n_blocks);
+    p->range_panels = ceil_div(n_panels, n_ranges);
+    if (p->range_panels < MIN_RANGE_PANELS)
+        p->range_panels = MIN_RANGE_PANELS;
+    p->range_panels = ceil_div(p->range_panels, g->isa->tile_panels) * g->isa->tile_panels;
+    p->n_ranges = ceil_div(n_panels, p->range_panels);
+    cpu_pool_run(pool, (int64_t)p->n_ranges * p->n_blocks, product_item, p);
+}
+
+/* Appends as many rows of a job as the pass has room for, in blocks of like size. Returns how
+ * many. */
+static int32_t add_rows(struct pass *p, const struct cpu_gemm_job *job, int32_t row,
+                        size_t *a_used)
+{
+    const struct cpu_gemm_isa *isa = p->g->isa;
+    int32_t rest = job->n_rows - row, start = row;
+    int32_t n_tiles = ceil_div(rest, isa->tile_rows);
+    int32_t n_blocks = ceil_div(n_tiles * isa->tile_rows, isa->block_rows);
+    int32_t block_rows = ceil_div(n_tiles, n_blocks) * isa->tile_rows;
+    while (row < job->n_rows && p->n_blocks < MAX_BLOCKS) {
+        int32_t n = job->n_rows - row < block_rows ? job->n_rows - row : block_rows;
+        size_t bytes = (size_t)p->n_kb * block_kb_bytes(isa, n);
+        if (*a_used + bytes > p->g->a_bytes)
+            break;
+        p->g->blocks[p->n_blocks++] = (struct cpu_gemm_block){job, row, n, *a_used};
+        *a_used += bytes;
+        row += n;
+    }
+    return row - start;
+}
+
+void cpu_gemm_jobs(struct cpu_pool *pool, const struct cpu_gemm_job *jobs, int32_t n_jobs,
+                   int64_t lda, const struct weight *w, int64_t ldc)
+{
+    struct cpu_gemm_ctx *g = cpu_pool_gemm(pool);
+    struct pass p = {.g = g, .w = w, .lda = lda, .ldc = ldc};
+    p.n_kb = ceil_div(w->cols, g->isa->k_block);
+    size_t a_used = 0;
+    for (int32_t j = 0; j < n_jobs; j++) {
+        for (int32_t row = 0; row < jobs[j].n_rows;) {
+            row += add_rows(&p, &jobs[j], row, &a_used);
+            if (row < jobs[j].n_rows) {
+                run_pass(pool, &p);
+                p.n_blocks = 0;
+                a_used = 0;
+            }
+        }
+    }
+    if (p.n_blocks > 0)
+        run_pass(pool, &p);
+}
+
+void cpu_gemm(struct cpu_pool *pool, int32_t n_rows, const float *a, int64_t lda,
+              const int32_t *a_rows, const struct weight *w, int32_t i_mat, float *c,
+              int64_t ldc)
+{
+    struct cpu_gemm_job job = {
+        .n_rows = n_rows, .i_mat = i_mat, .a = a, .a_rows = a_rows, .c = c};
+    cpu_gemm_jobs(pool, &job, 1, lda, w, ldc);
+}
