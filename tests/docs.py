@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+"""Every option that `prefilld --help` prints stands, with its default, in the README's table, in
+the man pages and in the sample file; and they have none that it lacks. TAP."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+SRCDIR = os.environ.get("SRCDIR", ".")
+BUILDDIR = os.environ.get("BUILDDIR", ".")
+PROGRAM = os.path.join(BUILDDIR, "prefilld")
+
+count = failed = 0
+
+
+def check(good, what, detail=""):
+    global count, failed
+    count += 1
+    print(f"{'ok' if good else 'not ok'} {count} - {what}")
+    if not good:
+        failed += 1
+        for line in str(detail).splitlines():
+            print(f"# {line}")
+
+
+def read(*path):
+    with open(os.path.join(SRCDIR, *path), encoding="utf-8") as file:
+        return file.read()
+
+
+def help_options():
+    """Two maps, name -> default or None: keys of the file, and options of the command line."""
+    text = subprocess.run([PROGRAM, "--help"], capture_output=True, text=True, check=True).stdout
+    keys, line_only = {}, {}
+    into = None
+    for row in re.split(r"\n(?=\S|  --)", text):
+        match = re.match(r"  --([a-z0-9-]+)", row)
+        if not match:
+            into = line_only if row.startswith("Command line only") else keys
+            continue
+        words = " ".join(row.split())
+        default = re.search(r"default:? ([^;)]+)\)", words)
+        into[match[1]] = default[1] if default else None
+    return keys, line_only
+
+
+def readme_options():
+    table = re.search(r"\| option \| default \|.*?\n\|[-| ]+\n((?:\|.*\n)+)", read("README.md"))
+    rows = {}
+    for line in table[1].splitlines() if table else []:
+        name, default, *_ = [cell.strip() for cell in line.strip("|").split("|")]
+        rows[name.strip("`")] = default.strip("`")
+    return rows
+
+
+def man_options(page, macro):
+    """name -> the paragraph that describes it."""
+    found = re.findall(rf"^\.It {macro}([a-z0-9-]+)(?: .*)?\n((?:(?!\.It|\.El).*\n)*)",
+                       read("etc", page), re.M)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
+def sample_options():
+    """name -> its values: commented ones are defaults. Each has words above it."""
+    values, problems = {}, []
+    above = ""
+    for line in read("etc", "prefilld.conf.in").splitlines():
+        match = re.match(r"#?([a-z][a-z0-9-]*) (\S+)$", line)
+        if match and not line.startswith("# "):
+            values.setdefault(match[1], []).append(match[2])
+            if not above:
+                problems.append(f"{match[1]} has no comment above it")
+        elif not line:
+            above = ""
+        else:
+            above += line
+    return values, problems
+
+
+def compare(where, found, wanted):
+    check(set(found) == set(wanted), f"{where} has each option and no other",
+          f"missing {sorted(set(wanted) - set(found))}\nstale {sorted(set(found) - set(wanted))}")
+
+
+def main():
+    keys, line_only = help_options()
+    check(len(keys) > 10 and len(line_only) == 4, "prefilld --help lists options",
+          f"{keys}\n{line_only}")
+
+    readme = readme_options()
+    compare("README.md", readme, keys)
+    wrong = [f"{k}: {readme.get(k)}, not {d}" for k, d in keys.items() if d and readme.get(k) != d]
+    check(not wrong, "README.md has the defaults", "\n".join(wrong))
+
+    page = man_options("prefilld.conf.5", "Ic ")
+    compare("prefilld.conf(5)", page, keys)
+    wrong = [f"{k}: Default {d}" for k, d in keys.items()
+             if d and re.match(r"[\w.:-]+$", d) and f"Default {d}." not in page.get(k, "")]
+    check(not wrong, "prefilld.conf(5) has the defaults", "\n".join(wrong))
+    compare("prefilld(8)", man_options("prefilld.8", "Fl -"), line_only)
+
+    sample, problems = sample_options()
+    compare("the sample file", sample, keys)
+    wrong = [f"{k}: {sample.get(k)}, not {d}" for k, d in keys.items()
+             if d and re.match(r"[\w.:-]+$", d) and d not in sample.get(k, [])]
+    check(not wrong and not problems, "the sample file has the defaults, explained",
+          "\n".join(wrong + problems))
+
+    client = subprocess.run([sys.executable, os.path.join(SRCDIR, "clients", "prefill"), "--help"],
+                            capture_output=True, text=True, check=True).stdout
+    names = set(re.findall(r"^  --([a-z-]+)", client, re.M))
+    compare("prefill(1)", man_options("prefill.1", "Fl -"), names)
+
+    for page in ("prefill.1", "prefilld.8", "prefilld.conf.5"):
+        if not shutil.which("mandoc"):
+            check(True, f"{page} # SKIP no mandoc (Debian package mandoc)")
+            continue
+        lint = subprocess.run(["mandoc", "-T", "lint", os.path.join(SRCDIR, "etc", page)],
+                              capture_output=True, text=True).stdout
+        # Pages that are not installed yet are not found.
+        lint = [line for line in lint.splitlines() if "referenced manual not found" not in line]
+        check(not lint, f"mandoc finds nothing in {page}", "\n".join(lint))
+    print(f"1..{count}")
+    return failed != 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+#!/bin/sh
+# The one test command: installs what it needs, builds and tests prefilld in three ways (plain,
+# ASan+UBSan, TSan), tries the installation and the tarball, and ends with one line
+# `N passed, N failed, N skipped`. Builds and logs are in build/. Again, it builds what changed.
+# shellcheck disable=SC2317 # functions are called by stage and by trap
+set -u
+root=$(cd "$(dirname "$0")/.." && pwd) || exit 1
+cd "$root" || exit 1
+. clients/packages.sh
+
+packages='build-essential autoconf automake pkgconf libmicrohttpd-dev libjansson-dev libpcre2-dev
+    libutf8proc-dev libcriterion-dev python3 clang-format mandoc'
+jobs=$(nproc)
+logs=$root/build/logs
+# No make check takes minutes; a test that hangs is ended here.
+hang_s=1200
+export LC_ALL=C
+unset MAKEFLAGS MAKELEVEL CFLAGS CPPFLAGS LDFLAGS DESTDIR TESTS
+
+passed=0
+failed=0
+skipped=0
+started=$(date +%s)
+
+finish() {
+    status=$?
+    trap - EXIT
+    # Ended early, by a signal or a mistake in this script: that is not a pass.
+    if [ -z "${complete-}" ]; then
+        failed=$((failed + 1))
+    fi
+    echo "in all $(($(date +%s) - started)) s"
+    echo "$passed passed, $failed failed, $skipped skipped"
+    [ "$failed" -eq 0 ] || exit $((status ? status : 1))
+    exit 0
+}
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
+
+# count_summary LOG: adds what automake's summary says. Sets counted_failures.
+count_summary() {
+    summary=$(awk '
+        /^# (PASS|XFAIL): / { p += $3 } /^# SKIP: / { s += $3 }
+        /^# (FAIL|XPASS|ERROR): / { f += $3 } END { print p + 0, f + 0, s + 0 }' "$1")
+    # shellcheck disable=SC2086
+    set -- $summary
+    passed=$((passed + $1))
+    failed=$((failed + $2))
+    skipped=$((skipped + $3))
+    counted_failures=$2
+    counts="$1 passed, $2 failed, $3 skipped"
+}
+
+# stage NAME DIR COMMAND...: runs COMMAND in DIR with its output in a log; one line says how it
+# went. A stage with tests counts them; another one counts as one.
+stage() {
+    name=$1
+    dir=$2
+    shift 2
+    log=$logs/$(echo "$name" | tr -c 'a-z0-9\n' '-').log
+    at=$(date +%s)
+    (cd "$dir" && "$@") >"$log" 2>&1 </dev/null
+    rc=$?
+    took=$(($(date +%s) - at))
+    counted_failures=0
+    counts=
+    case $name in
+    *': check')
+        count_summary "$log"
+        if [ "$rc $counts" = '0 0 passed, 0 failed, 0 skipped' ]; then
+            rc=1
+            echo "no test ran" >>"$log"
+        fi
+        ;;
+    *)
+        [ $rc -ne 0 ] || passed=$((passed + 1))
+        ;;
+    esac
+    if [ $rc -eq 0 ]; then
+        printf '%-28s ok      %4d s  %s\n' "$name" "$took" "$counts"
+        return 0
+    fi
+    [ "$counted_failures" -gt 0 ] || failed=$((failed + 1))
+    printf '%-28s FAILED  %4d s  %s\n' "$name" "$took" "$counts"
+    show_failure "$dir" "$log"
+    return 1
+}
+
+# The log of the tests that failed, or the end of the stage's own.
+show_failure() {
+    if [ "$counted_failures" -gt 0 ] && [ -s "$1/test-suite.log" ]; then
+        echo "---- the end of $1/test-suite.log"
+        tail -n 150 "$1/test-suite.log"
+    fi
+    echo "---- from $2"
+    grep -E '^(FAIL|ERROR|XPASS): |error:|warning:' "$2" | head -n 40
+    echo "---- the end of $2"
+    tail -n 25 "$2"
+    echo "----"
+}
+
+# build_and_check NAME CONFIGURE-ARGUMENT...
+build_and_check() {
+    variant=$1
+    shift
+    dir=$root/build/$variant
+    mkdir -p "$dir" || return 1
+    if [ "$(cat "$dir/configured-with" 2>/dev/null)" != "$*" ]; then
+        stage "$variant: configure" "$dir" ../../configure --quiet "$@" || return 1
+        echo "$*" >"$dir/configured-with"
+    fi
+    stage "$variant: build" "$dir" make -j"$jobs" all || return 1
+    stage "$variant: build tests" "$dir" make -j"$jobs" check TESTS= || return 1
+    # TSan does not start where addresses are too random for it.
+    run=
+    if [ "$variant" = tsan ] && setarch "$(uname -m)" -R true 2>/dev/null; then
+        run="setarch $(uname -m) -R"
+    fi
+    # shellcheck disable=SC2086
+    stage "$variant: check" "$dir" timeout -k 10 $hang_s $run make -j"$jobs" check
+}
+
+# In the build directory: what make install puts where, and that make uninstall takes it away.
+check_install() {
+    dest=$PWD/install
+    rm -rf "$dest"
+    make install DESTDIR="$dest" prefix=/usr sysconfdir=/etc || return 1
+    for file in sbin/prefilld bin/prefill share/man/man1/prefill.1 share/man/man8/prefilld.8 \
+        share/man/man5/prefilld.conf.5 share/doc/prefilld/prefilld.conf; do
+        [ -s "$dest/usr/$file" ] || { echo "make install did not install $file" && return 1; }
+    done
+    "$dest/usr/sbin/prefilld" --version || return 1
+    "$dest/usr/sbin/prefilld" --help >/dev/null || return 1
+    "$dest/usr/bin/prefill" --help >/dev/null || return 1
+    # The installed sample is a configuration that holds: only the model is the reader's own.
+    "$dest/usr/sbin/prefilld" --config "$dest/usr/share/doc/prefilld/prefilld.conf" \
+        --model "$root/tests/models/demo" --listen 127.0.0.1:0 --check || return 1
+    make uninstall DESTDIR="$dest" prefix=/usr sysconfdir=/etc || return 1
+    left=$(find "$dest" ! -type d)
+    [ -z "$left" ] || { echo "make uninstall left $left" && return 1; }
+    rm -rf "$dest"
+}
+
+mkdir -p "$logs" || exit 1
+# shellcheck disable=SC2086
+missing=$(packages_missing $packages)
+if [ -n "$missing" ]; then
+    # Without them configure says what is missing, or a test is skipped in words.
+    # shellcheck disable=SC2086
+    stage "install packages" . packages_install $missing
+fi
+[ -d ../shared/fixtures ] ||
+    echo "note: ../shared/fixtures is not here; tests that need its goldens are skipped"
+
+if stage "autoreconf" . autoreconf -i; then
+    build_and_check plain CFLAGS='-O2 -g -Werror'
+    if [ -x build/plain/prefilld ]; then
+        stage "plain: install" build/plain check_install
+        # The tarball has all that it needs: it is unpacked, built and tested elsewhere.
+        stage "plain: distcheck" build/plain timeout -k 10 $hang_s make -j"$jobs" distcheck
+    fi
+    build_and_check asan CFLAGS='-O1 -g -Werror' --enable-sanitize=address,undefined
+    build_and_check tsan CFLAGS='-O1 -g -Werror' --enable-sanitize=thread
+fi
+complete=yes
+exit 0
