@@ -45,23 +45,30 @@ struct weights {
     bool tied;                    /* the checkpoint has no lm_head.weight */
     float *final_norm;            /* [M], 1 + w */
     struct layer_weights *layers; /* [n_layers] */
+    float *vectors;               /* the memory that all vectors point into */
     size_t bytes;                 /* backend memory taken */
 };
 
-/* What loading will take, from shapes alone. set NULL: dummy (bf16, tied as the config says). */
+/* Backend memory that loading will take, from shapes and dtypes alone; w->bytes afterwards. set
+ * NULL: dummy (bf16, tied as the config says). SIZE_MAX when host memory is short. */
 size_t weights_bytes(const struct arch *a, const struct st_set *set, struct backend *b);
 
 /* Checks that set holds exactly the tensors a needs (mtp.* and visual.* skipped), with their
  * shapes and a dtype of F32, F16 or BF16. Reports every missing, extra and mis-shaped tensor in
- * one message. Returns 0, ERR_INVALID or ERR_UNSUPPORTED (as for FP8). */
+ * one message (as many names as fit, and how many more). Returns 0, ERR_INVALID,
+ * ERR_UNSUPPORTED when a tensor or the scales of one are of a type that is not read, as FP8, or
+ * ERR_NOMEM. */
 int weights_check(const struct arch *a, const struct st_set *set, struct errmsg *e);
 
-/* Called now and then while loading, done in [0, 1]. */
+/* Called now and then while loading, done in [0, 1], never less than before, at last 1. */
 typedef void (*weights_progress)(void *arg, double done);
 
 /* Loads from set (which must outlive *w: embeddings may stay mapped), or, when set is NULL,
- * seeded random bf16 weights (load = dummy) scaled so that activations stay finite. Returns 0,
- * ERR_NOMEM, ERR_INVALID with e filled and nothing left behind. */
+ * seeded random bf16 weights (load = dummy) scaled so that activations stay finite. Checks first
+ * (weights_check). Takes host memory for a while: a dummy the size of its largest weight, a
+ * file whose data is not aligned to its elements the size of that weight. progress may be NULL.
+ * Returns 0, or what weights_check and the backend return, with e filled and nothing left
+ * behind. Ends with weights_free. */
 int weights_load(const struct arch *a, const struct st_set *set, uint64_t seed,
                  struct backend *b, weights_progress progress, void *arg, struct weights *w,
                  struct errmsg *e);
