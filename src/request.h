@@ -60,11 +60,11 @@ struct request {
     struct sched_item item;      /* arrival, deadline, priority, lengths */
     struct request *prev, *next; /* engine's list */
     int32_t slot;                /* -1: none */
-    int32_t *pages;              /* [n_pages] page table, owned; NULL before admission */
-    int32_t n_pages;
-    int32_t n_in_flight; /* pieces in steps that have not ended */
-    int32_t n_computed;  /* tokens in steps that have ended */
-    bool is_ending;      /* ended while pieces are in flight; freed at their end */
+    int32_t *pages;              /* [item.n_pages] page table, owned; room from the start */
+    int32_t n_pages;             /* entries in use; 0: not admitted */
+    int32_t n_in_flight;         /* pieces in steps that have not ended */
+    int32_t n_computed;          /* tokens in steps that have ended */
+    bool is_ending;              /* ended while pieces are in flight; freed at their end */
 
     /* ---- the answer; valid in done() ---- */
     enum outcome outcome;
@@ -80,11 +80,15 @@ struct request {
     int64_t ended_us;
 };
 
-/* A request with one reference and room for what its mode returns. Takes ids (freed also on
- * failure). page_tokens sizes the page table. Returns NULL when memory is short. */
+/* A request with one reference, lengths set in item, and room for its page table, for what its
+ * mode returns and for the pieces of any cut at multiples of 64. Takes ids (malloc; freed also
+ * on failure). n_ids >= 1, n_top 0..TOP_MAX, page_tokens >= 1. What no step writes stays 0,
+ * candidates of row 0 and of next_top -1. Returns NULL when memory is short. */
 struct request *request_new(int32_t *ids, int32_t n_ids, enum logprobs_mode mode, int32_t n_top,
                             int32_t page_tokens);
+/* Any thread that has a reference. */
 void request_ref(struct request *r);
+/* Gives one up; the last frees r and all it owns. NULL is legal. Any thread. */
 void request_unref(struct request *r);
 
 /* Appends a piece; consecutive steps' pieces in order. Returns 0 or ERR_NOMEM. */

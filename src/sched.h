@@ -2,14 +2,28 @@
  * locks, no memory beyond its own tables; time and the measured rate are inputs, so every
  * scenario is a replay file (tests/replay). Engine thread only.
  *
- * Policies, priority first in both (lower number first):
- *   fcfs         by arrival
- *   short-first  by (tokens left / rate) - (now - arrival), smallest first: a prompt is passed
- *                only by those that arrive within its own service time, so none starves
- * Rules: a step holds at most max_step_tokens tokens of at most max_seqs requests; a piece that
- * does not end its prompt holds a multiple of 64 tokens; while others of the same or a better
- * priority wait and could run, one prompt takes at most 3/4 of a step, rounded down to 64. A
- * request is admitted (gets a slot and the pages of its whole prompt) with its first piece. */
+ * Rank, running and waiting alike, smallest first: priority, then the policy's key, then seq.
+ *   fcfs         key = arrival
+ *   short-first  key = (tokens left / rate) - (now - arrival): a prompt is passed only by those
+ *                that arrive within its own service time, so none starves. `now` is the same in
+ *                all keys of a plan and cancels, so keys of waiting requests stand until the
+ *                rate changes. Whole microseconds, at most SCHED_MAX_SERVICE_US of service.
+ *                The rate in use stays until the one given differs from it by more than 1/32
+ *                of it; then it is the one given.
+ *
+ * A step is filled in the order of rank, one piece a request, until max_seqs pieces or less
+ * than 64 tokens of max_step_tokens are left. A piece that does not end its prompt holds a
+ * multiple of 64 tokens. In a step that another request of the same or a better priority could
+ * share when it is planned, one prompt takes at most 3/4 of max_step_tokens, rounded down to
+ * 64, at least 64; what the others turn out not to need stays unused.
+ *
+ * A request is admitted (gets a slot and the pages of its whole prompt) with its first piece.
+ * A waiting one that does not fit the free slots and pages holds back all waiting ones that
+ * rank behind it, so that what is freed gathers for it and small requests do not slip past for
+ * ever; running ones go on, also those that rank behind it. The device has work all the while:
+ * what the request lacks is held by requests that run or whose last step is in flight. When
+ * nothing holds pool memory the first in rank fits, because a prompt larger than the pools is
+ * refused before it comes here: no deadlock. */
 #ifndef PREFILLD_SCHED_H
 #define PREFILLD_SCHED_H
 
@@ -18,13 +32,16 @@
 
 #include "err.h"
 
+enum { SCHED_ALIGN_TOKENS = 64 };
+#define SCHED_MAX_SERVICE_US INT64_C(1000000000000000) /* 31 years */
+
 enum sched_policy { SCHED_SHORT_FIRST, SCHED_FCFS };
 
 struct sched_config {
     enum sched_policy policy;
     int32_t max_step_tokens; /* >= 64 */
-    int32_t max_seqs;
-    int32_t max_waiting; /* capacity of the waiting set */
+    int32_t max_seqs;        /* pieces of a step; >= 1 */
+    int32_t max_waiting;     /* capacity of the waiting set; >= 1 */
 };
 
 /* One request as the scheduler sees it. Embedded in struct request. */
@@ -33,14 +50,13 @@ struct sched_item {
     int64_t arrival_us;
     int64_t deadline_us; /* 0: none */
     int32_t priority;
-    int32_t n_tokens; /* of the prompt */
-    int32_t n_pages;  /* the whole prompt takes */
-    uint64_t seq;     /* order of arrival; breaks ties */
-    /* the scheduler's own */
-    int32_t n_planned; /* tokens in pieces so far; starts at what was cached */
-    int32_t i_heap;    /* place in the waiting heap, or -1 */
-    int32_t i_running; /* place in the running list, or -1 */
-    double key;
+    int32_t n_tokens;  /* of the prompt */
+    int32_t n_pages;   /* the whole prompt takes */
+    uint64_t seq;      /* order of arrival; breaks ties */
+    int32_t n_planned; /* tokens in pieces so far; before sched_add: what was cached, less than
+                          n_tokens; then the scheduler's */
+    int32_t i_entry;   /* the scheduler's: place in its table; -1 when neither waits nor runs
+                          (set by request_new) */
 };
 
 struct sched_piece {
@@ -53,7 +69,7 @@ struct sched_piece {
 
 /* What a plan may use. */
 struct sched_room {
-    int64_t now_us;
+    int64_t now_us;            /* of the plan; no piece depends on it, see above */
     double rate_tokens_per_us; /* measured; > 0 */
     int32_t n_free_slots;
     int32_t n_free_pages;
@@ -61,25 +77,30 @@ struct sched_room {
 
 struct sched; /* opaque */
 
+/* Returns 0, ERR_INVALID or ERR_NOMEM. */
 int sched_open(const struct sched_config *c, struct sched **out);
 void sched_close(struct sched *s);
 
-/* A new request waits. Returns 0 or ERR_FULL. */
+/* A new request waits; borrows item until it leaves. Returns 0, ERR_FULL or ERR_NOMEM.
+ * O(log waiting). The only call that may allocate, when more wait and run than ever before. */
 int sched_add(struct sched *s, struct sched_item *item);
-/* Takes it out, waiting or running (cancelled, expired, failed, finished). No-op when it is in
- * neither. Its tokens in steps already planned are the engine's business. */
+/* Takes it out, waiting or running (cancelled, expired, failed). No-op when it is in neither,
+ * as after its last piece. Its tokens in steps already planned are the engine's business.
+ * O(log waiting). */
 void sched_remove(struct sched *s, struct sched_item *item);
-/* Removes and returns one waiting or running item past its deadline at now_us, or NULL. */
+/* Removes and returns the waiting or running item whose deadline is the earliest, if that is
+ * at or before now_us, or NULL. O(log waiting). */
 struct sched_item *sched_pop_expired(struct sched *s, int64_t now_us);
 
-/* Plans one step into pieces[max_seqs]; items advance (n_planned) and waiting ones become
- * running. An item whose last piece was planned leaves the running list. Returns the number of
- * pieces. Cost O((running + admitted) log waiting). */
+/* Plans one step into pieces[max_seqs], in order of rank; items advance (n_planned) and waiting
+ * ones become running. An item whose last piece was planned leaves. Returns the number of
+ * pieces. Cost O(pieces log(waiting + running)); O(waiting + running) when the rate in use
+ * changes. Room for what is_first pieces take must still be there when the caller takes it. */
 int32_t sched_plan(struct sched *s, const struct sched_room *room, struct sched_piece *pieces);
 
 int32_t sched_n_waiting(const struct sched *s);
 int32_t sched_n_running(const struct sched *s);
-/* Prompt tokens not yet planned, of all items. */
+/* Prompt tokens not yet planned, of all items that wait or run. */
 int64_t sched_backlog_tokens(const struct sched *s);
 
 #endif

@@ -19,6 +19,7 @@ struct slots {
 
 enum slot_state { SLOT_FREE, SLOT_HELD, SLOT_CACHED };
 
+/* All n_total (>= 1) slots are free. Returns 0, ERR_INVALID or ERR_NOMEM. */
 int slots_init(struct slots *s, int32_t n_total);
 void slots_fini(struct slots *s);
 /* A held slot, or -1 when none is free. */
@@ -29,7 +30,8 @@ void slots_free(struct slots *s, int32_t slot);
 /* Held to cached (a checkpoint keeps it) and back. */
 void slots_cache(struct slots *s, int32_t slot);
 void slots_hold(struct slots *s, int32_t slot);
-/* Recounts and compares; for tests and when idle. */
+/* Recounts and compares, O(n_total); for tests and when idle. False also when memory for the
+ * count is short. */
 bool slots_is_sound(const struct slots *s);
 
 #endif

@@ -1,0 +1,108 @@
+#include "request.h"
+
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "backend.h"
+
+/* calloc, so that what no step has written reads as zeros, and so that the pages of a large
+ * answer cost memory only when they are written. */
+static int alloc_answer(struct request *r)
+{
+    size_t n_ids = (size_t)r->n_ids, n_top;
+    if (r->logprobs == LOGPROBS_ALL) {
+        r->prompt_logprobs = calloc(n_ids, sizeof(*r->prompt_logprobs));
+        if (!r->prompt_logprobs)
+            return ERR_NOMEM;
+    }
+    if (r->logprobs == LOGPROBS_ALL && r->n_top > 0) {
+        if (__builtin_mul_overflow(n_ids, (size_t)r->n_top, &n_top))
+            return ERR_NOMEM;
+        r->prompt_top = calloc(n_top, sizeof(*r->prompt_top));
+        if (!r->prompt_top)
+            return ERR_NOMEM;
+        for (int32_t i = 0; i < r->n_top; i++)
+            r->prompt_top[i].id = -1;
+    }
+    /* A piece that does not end the prompt holds at least one chunk: never grows in a step. */
+    r->pieces_cap = (r->n_ids - 1) / CHUNK_TOKENS + 1;
+    r->pieces = malloc((size_t)r->pieces_cap * sizeof(*r->pieces));
+    r->pages = malloc((size_t)r->item.n_pages * sizeof(*r->pages));
+    return r->pieces && r->pages ? 0 : ERR_NOMEM;
+}
+
+struct request *request_new(int32_t *ids, int32_t n_ids, enum logprobs_mode mode, int32_t n_top,
+                            int32_t page_tokens)
+{
+    assert(ids && n_ids >= 1 && n_top >= 0 && n_top <= TOP_MAX && page_tokens >= 1);
+    struct request *r = calloc(1, sizeof(*r));
+    if (!r) {
+        free(ids);
+        return NULL;
+    }
+    atomic_init(&r->refs, 1);
+    atomic_init(&r->cancelled, false);
+    r->ids = ids;
+    r->n_ids = n_ids;
+    r->logprobs = mode;
+    r->n_top = n_top;
+    r->item.n_tokens = n_ids;
+    r->item.n_pages = (n_ids - 1) / page_tokens + 1;
+    r->item.i_entry = -1;
+    r->slot = -1;
+    for (int32_t i = 0; i < TOP_MAX; i++)
+        r->next_top[i].id = -1;
+    if (alloc_answer(r)) {
+        request_unref(r);
+        return NULL;
+    }
+    return r;
+}
+
+void request_ref(struct request *r)
+{
+    /* Whoever calls this has a reference already: nothing to order. */
+    int before = atomic_fetch_add_explicit(&r->refs, 1, memory_order_relaxed);
+    assert(before >= 1);
+    (void)before;
+}
+
+void request_unref(struct request *r)
+{
+    if (!r)
+        return;
+    /* Release: this thread's writes come before the free; acquire: the last one sees all. */
+    int before = atomic_fetch_sub_explicit(&r->refs, 1, memory_order_acq_rel);
+    assert(before >= 1);
+    if (before > 1)
+        return;
+    free(r->ids);
+    free(r->pages);
+    free(r->prompt_logprobs);
+    free(r->prompt_top);
+    free(r->pieces);
+    free(r);
+}
+
+int request_add_piece(struct request *r, int64_t step, int32_t start, int32_t n_tokens)
+{
+    if (r->n_pieces == r->pieces_cap) {
+        size_t cap = 2 * (size_t)r->pieces_cap;
+        struct request_piece *p = realloc(r->pieces, cap * sizeof(*p));
+        if (!p)
+            return ERR_NOMEM;
+        r->pieces = p;
+        r->pieces_cap = (int32_t)cap;
+    }
+    r->pieces[r->n_pieces++] = (struct request_piece){step, start, n_tokens};
+    return 0;
+}
+
+int64_t request_now_us(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
+}

@@ -1,0 +1,338 @@
+/* Three binary heaps over one table of entries: the waiting and the running by rank, and those
+ * with a deadline by deadline. Heap nodes carry their keys, and places in the heaps are kept in
+ * arrays of their own: items lie in requests, some kilobytes apart, and touching one for each
+ * level of a heap would cost a cache miss each. */
+#include "sched.h"
+
+#include <assert.h>
+#include <stdlib.h>
+
+struct node {
+    int64_t key_us;
+    uint64_t seq;
+    int32_t priority;
+    int32_t i_entry;
+};
+
+struct heap {
+    struct node *nodes; /* [cap] */
+    int32_t *place;     /* [cap] of each entry in nodes, or -1 */
+    int32_t n;
+};
+
+struct entry {
+    struct sched_item *item; /* NULL: not in use */
+    int64_t arrival_us;      /* of the item */
+    int32_t n_left;          /* tokens of the item not yet planned */
+};
+
+struct sched {
+    struct sched_config c;
+    double rate; /* in use, tokens a microsecond; 0 before the first plan */
+    struct heap waiting, running, deadlines;
+    struct entry *entries; /* [cap] */
+    int32_t *free_entries; /* [cap] stack */
+    int32_t n_free, cap;
+    int64_t backlog_tokens;
+};
+
+/* ---- heaps ---- */
+
+static bool comes_before(const struct node *a, const struct node *b)
+{
+    if (a->priority != b->priority)
+        return a->priority < b->priority;
+    if (a->key_us != b->key_us)
+        return a->key_us < b->key_us;
+    return a->seq < b->seq;
+}
+
+static void heap_set(struct heap *h, int32_t i, const struct node *x)
+{
+    h->nodes[i] = *x;
+    h->place[x->i_entry] = i;
+}
+
+/* Puts x at i or higher up. */
+static void heap_rise(struct heap *h, int32_t i, struct node x)
+{
+    while (i > 0 && comes_before(&x, &h->nodes[(i - 1) / 2])) {
+        heap_set(h, i, &h->nodes[(i - 1) / 2]);
+        i = (i - 1) / 2;
+    }
+    heap_set(h, i, &x);
+}
+
+/* Puts x at i or further down. */
+static void heap_sink(struct heap *h, int32_t i, struct node x)
+{
+    for (int32_t child; (child = 2 * i + 1) < h->n; i = child) {
+        if (child + 1 < h->n && comes_before(&h->nodes[child + 1], &h->nodes[child]))
+            child++;
+        if (!comes_before(&h->nodes[child], &x))
+            break;
+        heap_set(h, i, &h->nodes[child]);
+    }
+    heap_set(h, i, &x);
+}
+
+static void heap_add(struct heap *h, struct node x)
+{
+    h->n++;
+    heap_rise(h, h->n - 1, x);
+}
+
+static void heap_remove(struct heap *h, int32_t i_entry)
+{
+    int32_t i = h->place[i_entry];
+    if (i < 0)
+        return;
+    struct node last = h->nodes[--h->n];
+    h->place[i_entry] = -1;
+    if (i == h->n)
+        return;
+    if (i > 0 && comes_before(&last, &h->nodes[(i - 1) / 2]))
+        heap_rise(h, i, last);
+    else
+        heap_sink(h, i, last);
+}
+
+static int heap_grow(struct heap *h, int32_t cap, int32_t new_cap)
+{
+    struct node *nodes = realloc(h->nodes, (size_t)new_cap * sizeof(*nodes));
+    if (!nodes)
+        return ERR_NOMEM;
+    h->nodes = nodes;
+    int32_t *place = realloc(h->place, (size_t)new_cap * sizeof(*place));
+    if (!place)
+        return ERR_NOMEM;
+    h->place = place;
+    for (int32_t i = cap; i < new_cap; i++)
+        place[i] = -1;
+    return 0;
+}
+
+static void heap_fini(struct heap *h)
+{
+    free(h->nodes);
+    free(h->place);
+}
+
+/* ---- entries ---- */
+
+/* When it fails, what has grown already stays larger; cap says what is used. */
+static int grow(struct sched *s, int32_t new_cap)
+{
+    struct heap *heaps[] = {&s->waiting, &s->running, &s->deadlines};
+    for (int i = 0; i < 3; i++)
+        if (heap_grow(heaps[i], s->cap, new_cap))
+            return ERR_NOMEM;
+    struct entry *entries = realloc(s->entries, (size_t)new_cap * sizeof(*entries));
+    if (!entries)
+        return ERR_NOMEM;
+    s->entries = entries;
+    int32_t *list = realloc(s->free_entries, (size_t)new_cap * sizeof(*list));
+    if (!list)
+        return ERR_NOMEM;
+    s->free_entries = list;
+    for (int32_t i = new_cap - 1; i >= s->cap; i--) {
+        entries[i] = (struct entry){0};
+        list[s->n_free++] = i;
+    }
+    s->cap = new_cap;
+    return 0;
+}
+
+static int64_t key_of(const struct sched *s, const struct entry *e)
+{
+    if (s->c.policy == SCHED_FCFS || s->rate == 0)
+        return e->arrival_us;
+    double service_us = e->n_left / s->rate;
+    if (service_us > (double)SCHED_MAX_SERVICE_US)
+        return e->arrival_us + SCHED_MAX_SERVICE_US;
+    return e->arrival_us + (int64_t)service_us;
+}
+
+static struct node node_of(const struct sched *s, int32_t i_entry)
+{
+    const struct entry *e = &s->entries[i_entry];
+    return (struct node){key_of(s, e), e->item->seq, e->item->priority, i_entry};
+}
+
+static void drop(struct sched *s, int32_t i_entry)
+{
+    struct entry *e = &s->entries[i_entry];
+    heap_remove(&s->waiting, i_entry);
+    heap_remove(&s->running, i_entry);
+    heap_remove(&s->deadlines, i_entry);
+    s->backlog_tokens -= e->n_left;
+    e->item->i_entry = -1;
+    *e = (struct entry){0};
+    s->free_entries[s->n_free++] = i_entry;
+}
+
+static void rank_anew(struct sched *s, struct heap *h)
+{
+    for (int32_t i = 0; i < h->n; i++)
+        h->nodes[i].key_us = key_of(s, &s->entries[h->nodes[i].i_entry]);
+    for (int32_t i = h->n / 2 - 1; i >= 0; i--)
+        heap_sink(h, i, h->nodes[i]);
+}
+
+static void use_rate(struct sched *s, double rate)
+{
+    assert(rate > 0);
+    double change = rate > s->rate ? rate - s->rate : s->rate - rate;
+    if (s->c.policy == SCHED_FCFS || change <= s->rate / 32)
+        return;
+    s->rate = rate;
+    rank_anew(s, &s->waiting);
+    rank_anew(s, &s->running);
+}
+
+/* ---- public ---- */
+
+int sched_open(const struct sched_config *c, struct sched **out)
+{
+    *out = NULL;
+    if (c->max_step_tokens < SCHED_ALIGN_TOKENS || c->max_seqs < 1 || c->max_waiting < 1)
+        return ERR_INVALID;
+    struct sched *s = calloc(1, sizeof(*s));
+    if (!s)
+        return ERR_NOMEM;
+    s->c = *c;
+    if (grow(s, c->max_waiting)) {
+        sched_close(s);
+        return ERR_NOMEM;
+    }
+    *out = s;
+    return 0;
+}
+
+void sched_close(struct sched *s)
+{
+    if (!s)
+        return;
+    heap_fini(&s->waiting);
+    heap_fini(&s->running);
+    heap_fini(&s->deadlines);
+    free(s->entries);
+    free(s->free_entries);
+    free(s);
+}
+
+int sched_add(struct sched *s, struct sched_item *item)
+{
+    assert(item->n_planned >= 0 && item->n_planned < item->n_tokens);
+    if (s->waiting.n >= s->c.max_waiting)
+        return ERR_FULL;
+    if (s->n_free == 0 && grow(s, s->cap + s->cap / 2 + 1))
+        return ERR_NOMEM;
+    int32_t i = s->free_entries[--s->n_free];
+    s->entries[i] = (struct entry){item, item->arrival_us, item->n_tokens - item->n_planned};
+    item->i_entry = i;
+    s->backlog_tokens += s->entries[i].n_left;
+    heap_add(&s->waiting, node_of(s, i));
+    if (item->deadline_us)
+        heap_add(&s->deadlines, (struct node){item->deadline_us, item->seq, 0, i});
+    return 0;
+}
+
+void sched_remove(struct sched *s, struct sched_item *item)
+{
+    if (item->i_entry >= 0)
+        drop(s, item->i_entry);
+}
+
+struct sched_item *sched_pop_expired(struct sched *s, int64_t now_us)
+{
+    if (s->deadlines.n == 0 || s->deadlines.nodes[0].key_us > now_us)
+        return NULL;
+    struct sched_item *item = s->entries[s->deadlines.nodes[0].i_entry].item;
+    drop(s, item->i_entry);
+    return item;
+}
+
+/* The heap whose first could have the next piece, or NULL. A first of the waiting that does not
+ * fit hides all the waiting; room only shrinks in a plan, so it stays hidden. */
+static struct heap *next_heap(struct sched *s, int32_t n_slots, int32_t n_pages)
+{
+    bool can_admit = s->waiting.n > 0 && n_slots > 0 &&
+                     s->entries[s->waiting.nodes[0].i_entry].item->n_pages <= n_pages;
+    if (s->running.n == 0)
+        return can_admit ? &s->waiting : NULL;
+    if (can_admit && comes_before(&s->waiting.nodes[0], &s->running.nodes[0]))
+        return &s->waiting;
+    return &s->running;
+}
+
+static int32_t align_down(int32_t n_tokens)
+{
+    return n_tokens - n_tokens % SCHED_ALIGN_TOKENS;
+}
+
+/* Cuts the next piece, of at most limit (>= 64) tokens. */
+static struct sched_piece cut(struct entry *e, int32_t limit)
+{
+    struct sched_piece p = {.item = e->item, .start = e->item->n_planned};
+    p.is_last = e->n_left <= limit;
+    p.n_tokens = p.is_last ? e->n_left : align_down(limit);
+    e->item->n_planned += p.n_tokens;
+    e->n_left -= p.n_tokens;
+    return p;
+}
+
+int32_t sched_plan(struct sched *s, const struct sched_room *room, struct sched_piece *pieces)
+{
+    use_rate(s, room->rate_tokens_per_us);
+    int32_t n_slots = room->n_free_slots, n_pages = room->n_free_pages;
+    int32_t left = s->c.max_step_tokens;
+    int32_t shared_limit = align_down((int32_t)(3 * (int64_t)left / 4));
+    if (shared_limit < SCHED_ALIGN_TOKENS)
+        shared_limit = SCHED_ALIGN_TOKENS;
+
+    int32_t n = 0;
+    struct heap *from = next_heap(s, n_slots, n_pages);
+    while (from && n < s->c.max_seqs && left >= SCHED_ALIGN_TOKENS) {
+        struct node first = from->nodes[0];
+        bool is_first = from == &s->waiting;
+        heap_remove(from, first.i_entry);
+        if (is_first) {
+            n_slots--;
+            n_pages -= s->entries[first.i_entry].item->n_pages;
+        }
+        from = next_heap(s, n_slots, n_pages);
+        /* Those with a piece already rank before: the same or a better priority. Of those
+         * behind, the next one has the best. */
+        bool is_shared =
+            n > 0 || (from && s->c.max_seqs > 1 && from->nodes[0].priority == first.priority);
+        int32_t limit = is_shared && shared_limit < left ? shared_limit : left;
+        pieces[n] = cut(&s->entries[first.i_entry], limit);
+        pieces[n].is_first = is_first;
+        s->backlog_tokens -= pieces[n].n_tokens;
+        left -= pieces[n++].n_tokens;
+    }
+    /* Only now, so that none gets two pieces. */
+    for (int32_t i = 0; i < n; i++) {
+        if (pieces[i].is_last)
+            drop(s, pieces[i].item->i_entry);
+        else
+            heap_add(&s->running, node_of(s, pieces[i].item->i_entry));
+    }
+    return n;
+}
+
+int32_t sched_n_waiting(const struct sched *s)
+{
+    return s->waiting.n;
+}
+
+int32_t sched_n_running(const struct sched *s)
+{
+    return s->running.n;
+}
+
+int64_t sched_backlog_tokens(const struct sched *s)
+{
+    return s->backlog_tokens;
+}
