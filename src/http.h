@@ -1,0 +1,112 @@
+/* HTTP/1.1: bytes in, bytes out. http*.c own the sockets; http.c alone knows libmicrohttpd.
+ *
+ * One exchange is one request and its answer. Its headers are checked on the I/O thread, its body
+ * is collected there, and then the connection is suspended: a worker calls the handler, which
+ * answers at once or later, from any thread. Until then the watcher looks at the socket: a client
+ * that hangs up, or closes its sending side, ends the exchange without an answer. Listening, the
+ * limit of connections and the deadlines of headers and bodies are the watcher's too.
+ *
+ * Never parses a body, never waits on the I/O thread. */
+#ifndef PREFILLD_HTTP_H
+#define PREFILLD_HTTP_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "buf.h"
+#include "err.h"
+#include "work.h"
+
+enum { HTTP_ID_MAX = 128 }; /* characters of a request id */
+
+struct http;
+struct exchange;
+
+struct http_config {
+    const char *const *listen; /* ADDR:PORT, [ADDR6]:PORT or unix:PATH; port 0: a free one */
+    int32_t n_listen;
+    int32_t max_connections;    /* above: 503 and a close */
+    int64_t max_body_bytes;     /* above: 413 */
+    int64_t max_buffered_bytes; /* of all bodies being read or waiting for a worker; above: 503;
+                                   0: four of the largest */
+    int32_t header_timeout_s;   /* totals: from the first byte to the end of the headers, */
+    int32_t body_timeout_s;     /* and from there to the end of the body; past them 408 */
+    int32_t idle_timeout_s;     /* a connection on which nothing moves is closed */
+    struct work *work;          /* borrowed until http_close */
+    atomic_int *n_connections;  /* kept up to date; may be NULL */
+
+    void *arg; /* of the functions below */
+    /* I/O thread: the headers are complete and well-framed, the body was not read. May refuse
+     * with exchange_reply. Must not block. May be NULL. */
+    void (*admit)(void *arg, struct exchange *x);
+    /* Says in which lane handle runs (WORK_QUICK or WORK_REQUEST). I/O thread. NULL: requests. */
+    enum work_lane (*lane)(void *arg, const struct exchange *x);
+    /* A worker: the request is complete. Must lead to exactly one exchange_reply. */
+    void (*handle)(void *arg, struct exchange *x);
+    /* http.c itself refused x with this status. I/O thread or watcher. May be NULL. */
+    void (*refused)(void *arg, const struct exchange *x, int status);
+};
+
+/* Binds, and starts the I/O thread and the watcher. The strings of c->listen are copied. Returns
+ * 0, ERR_INVALID (an address), ERR_IO or ERR_NOMEM. */
+int http_open(const struct http_config *c, struct http **out, struct errmsg *e);
+
+/* The bound addresses as ADDR:PORT[,...] with real ports; owned by h. */
+const char *http_addresses(const struct http *h);
+
+/* Stops accepting; listening sockets are closed, unix paths removed. Connections stay, and close
+ * after their next answer. */
+void http_quiesce(struct http *h);
+/* Waits until every request that arrived is answered and the answers are sent, or deadline_us
+ * (monotonic) has passed; returns whether nothing is left. After http_quiesce. */
+bool http_flush(struct http *h, int64_t deadline_us);
+/* Closes every connection; what is unanswered is hung up on. Returns when each exchange has had
+ * its exchange_reply, so whoever owes one must still run. May be NULL. */
+void http_close(struct http *h);
+
+/* ---- the exchange; from the handler, or from any one thread it was handed to ---------------- */
+
+/* As sent: no %-decoding. The query is NULL when there is none. Valid until exchange_reply. */
+const char *exchange_method(const struct exchange *x);
+const char *exchange_path(const struct exchange *x);
+const char *exchange_query(const struct exchange *x);
+/* The value of Authorization, or NULL. */
+const char *exchange_authorization(const struct exchange *x);
+/* Monotonic: the last byte of the request was there (in admit: the last of the headers). */
+int64_t exchange_arrival_us(const struct exchange *x);
+
+/* The request id, sent back as X-Request-Id: the client's header when that is 1..128 visible
+ * ASCII characters, else `pf-` and 24 hex digits, until exchange_set_id. */
+const char *exchange_id(const struct exchange *x);
+/* Is id something exchange_set_id may be given? */
+bool exchange_id_is_valid(const char *id, size_t len);
+void exchange_set_id(struct exchange *x, const char *id);
+
+/* Hands the body over to body, whose former content is freed. Once. */
+void exchange_take_body(struct exchange *x, struct buf *body);
+
+/* Remembers call with the exchange: on_hangup(call) runs on the watcher, at most once, should the
+ * client go away before exchange_reply; free_call(call) when the exchange is over. Returns false
+ * when the client has gone already (free_call still runs). Once. */
+bool exchange_set_call(struct exchange *x, void *call, void (*on_hangup)(void *call),
+                       void (*free_call)(void *call));
+void *exchange_call(const struct exchange *x);
+
+/* Runs fn(x) on a worker, soon. Any thread; does not block. One at a time for an exchange. */
+void exchange_post(struct exchange *x, void (*fn)(struct exchange *x));
+
+bool exchange_is_gone(struct exchange *x);
+
+/* A response header; name is a constant, value is copied. At most 4. */
+void exchange_add_header(struct exchange *x, const char *name, const char *value);
+/* The connection ends after the answer. */
+void exchange_set_close(struct exchange *x);
+
+/* Answers, and ends the caller's hold of x: it may not be touched afterwards. Takes the bytes of
+ * body, which is empty again; a failed body becomes a 500. content_type is a constant. Returns
+ * false when the client had gone: nothing is sent. Any thread. */
+bool exchange_reply(struct exchange *x, int status, const char *content_type, struct buf *body);
+
+#endif

@@ -1,0 +1,303 @@
+/* The watcher's part of HTTP: accepting, the limit of connections, deadlines, and sockets that
+ * are read empty before their close. */
+#include "config.h"
+
+#include "http_impl.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "api_error.h"
+#include "log.h"
+
+enum {
+    ACCEPT_BATCH = 64,            /* then other sockets get their turn */
+    ACCEPT_PAUSE_US = 100000,     /* when descriptors or memory are short */
+    SCAN_US = 50000,              /* of deadlines */
+    INSPECTION_US = 500000,       /* of waiting connections, two system calls each */
+    FAREWELL_US = 2000000,        /* for the client to read the answer and close */
+    FAREWELL_BATCH_BYTES = 262144 /* then other sockets get their turn */
+};
+
+int64_t http_now_us(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
+}
+
+uint64_t conn_received_bytes(int fd)
+{
+    struct tcp_info info;
+    socklen_t len = sizeof(info);
+    if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &len) != 0 ||
+        len < offsetof(struct tcp_info, tcpi_bytes_received) + sizeof(info.tcpi_bytes_received))
+        return 0;
+    return info.tcpi_bytes_received;
+}
+
+static const char *reason_of(int status)
+{
+    switch (status) {
+    case 408:
+        return "Request Timeout";
+    case 413:
+        return "Content Too Large";
+    default:
+        return "Service Unavailable";
+    }
+}
+
+void conn_send_refusal(int fd, int status, const char *id, const char *message)
+{
+    struct buf body, out;
+    buf_init(&body);
+    buf_init(&out);
+    api_error_write(&body, status, NULL, NULL, message);
+    buf_printf(&out,
+               "HTTP/1.1 %d %s\r\nConnection: close\r\nContent-Type: application/json\r\n"
+               "Content-Length: %zu\r\n",
+               status, reason_of(status), body.len);
+    if (status == 503)
+        buf_adds(&out, "Retry-After: 1\r\n");
+    if (id)
+        buf_printf(&out, "X-Request-Id: %s\r\n", id);
+    buf_adds(&out, "\r\n");
+    buf_add(&out, body.data, body.len);
+    /* Nothing is before it in the socket's buffer, so it fits, or the client is not worth it. */
+    if (!body.failed && !out.failed) {
+        ssize_t sent = send(fd, out.data, out.len, MSG_NOSIGNAL | MSG_DONTWAIT);
+        (void)sent;
+    }
+    buf_fini(&body);
+    buf_fini(&out);
+}
+
+/* ---- farewells ---- */
+
+/* http.lock held. Takes fd, which is closed at once when there is no room. */
+static void farewell_start(struct http *h, int fd)
+{
+    shutdown(fd, SHUT_WR);
+    for (int i = 0; i < HTTP_MAX_FAREWELLS; i++) {
+        struct farewell *l = &h->farewells[i];
+        if (l->fd >= 0)
+            continue;
+        l->fd = fd;
+        l->token = 0; /* the watcher's next turn adds it */
+        l->deadline_us = http_now_us() + FAREWELL_US;
+        return;
+    }
+    close(fd);
+}
+
+void conn_linger(struct conn *c)
+{
+    int copy = fcntl(c->fd, F_DUPFD_CLOEXEC, 0);
+    if (copy >= 0)
+        farewell_start(c->http, copy);
+}
+
+/* Watcher thread. */
+static void farewell_end(struct http *h, struct farewell *l)
+{
+    watch_remove(h->watch, l->token);
+    pthread_mutex_lock(&h->lock);
+    close(l->fd);
+    l->fd = -1;
+    pthread_mutex_unlock(&h->lock);
+}
+
+static void farewell_read(struct http *h, struct farewell *l)
+{
+    char scratch[16384];
+    for (size_t total = 0; total < FAREWELL_BATCH_BYTES;) {
+        ssize_t n = recv(l->fd, scratch, sizeof(scratch), MSG_DONTWAIT);
+        if (n < 0 && (errno == EAGAIN || errno == EINTR))
+            return;
+        if (n <= 0) {
+            farewell_end(h, l);
+            return;
+        }
+        total += (size_t)n;
+    }
+}
+
+static void farewell_turn(struct http *h, int64_t now_us)
+{
+    for (int i = 0; i < HTTP_MAX_FAREWELLS; i++) {
+        struct farewell *l = &h->farewells[i];
+        pthread_mutex_lock(&h->lock);
+        bool is_new = l->fd >= 0 && l->token == 0;
+        bool is_late = l->fd >= 0 && l->deadline_us <= now_us;
+        pthread_mutex_unlock(&h->lock);
+        if (is_new && watch_add(h->watch, WATCH_READABLE, l->fd, l, &l->token) != 0)
+            is_late = true;
+        if (is_late)
+            farewell_end(h, l);
+    }
+}
+
+void conn_close_farewells(struct http *h)
+{
+    for (int i = 0; i < HTTP_MAX_FAREWELLS; i++)
+        if (h->farewells[i].fd >= 0)
+            close(h->farewells[i].fd);
+}
+
+/* ---- accepting ---- */
+
+static void refuse_socket(struct http *h, int fd)
+{
+    conn_send_refusal(fd, 503, NULL, "too many connections");
+    pthread_mutex_lock(&h->lock);
+    farewell_start(h, fd);
+    pthread_mutex_unlock(&h->lock);
+}
+
+static void add_listeners(struct http *h)
+{
+    for (int32_t i = 0; i < h->n_listeners; i++)
+        watch_add(h->watch, WATCH_READABLE, h->listeners[i].fd, &h->listeners[i],
+                  &h->listener_tokens[i]);
+}
+
+static void remove_listeners(struct http *h)
+{
+    for (int32_t i = 0; i < h->n_listeners; i++) {
+        watch_remove(h->watch, h->listener_tokens[i]);
+        h->listener_tokens[i] = 0;
+    }
+}
+
+/* Takes at most n connections. */
+static void accept_some(struct http *h, struct listener *l, int n)
+{
+    for (int i = 0; i < n; i++) {
+        struct sockaddr_storage addr;
+        socklen_t len = sizeof(addr);
+        int fd = accept4(l->fd, (struct sockaddr *)&addr, &len, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        if (fd < 0) {
+            if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+                /* The listener stays readable: without a pause this would spin. */
+                log_warn("event=accept_paused error=\"%s\"", strerror(errno));
+                remove_listeners(h);
+                h->accept_again_us = http_now_us() + ACCEPT_PAUSE_US;
+            }
+            return;
+        }
+        pthread_mutex_lock(&h->lock);
+        bool is_full = h->n_conns + h->n_adding >= h->c.max_connections;
+        if (!is_full)
+            h->n_adding++;
+        pthread_mutex_unlock(&h->lock);
+        if (is_full)
+            refuse_socket(h, fd);
+        else
+            http_add_socket(h, fd, &addr, len);
+    }
+}
+
+void conn_readable(void *arg, void *owner)
+{
+    struct http *h = arg;
+    if ((char *)owner >= (char *)h->farewells &&
+        (char *)owner < (char *)(h->farewells + HTTP_MAX_FAREWELLS))
+        farewell_read(h, owner);
+    else
+        accept_some(h, owner, ACCEPT_BATCH);
+}
+
+static void close_listeners(struct http *h)
+{
+    remove_listeners(h);
+    for (int32_t i = 0; i < h->n_listeners; i++) {
+        /* Whoever has connected is told that we are going, not reset. */
+        accept_some(h, &h->listeners[i], 4096);
+        listener_close(&h->listeners[i]);
+    }
+    pthread_mutex_lock(&h->lock);
+    h->are_listeners_closed = true;
+    pthread_cond_broadcast(&h->changed);
+    pthread_mutex_unlock(&h->lock);
+}
+
+/* ---- deadlines ---- */
+
+/* http.lock held. Answers 408 if anything was asked, and makes libmicrohttpd see the end. */
+static void expire(struct conn *c)
+{
+    bool is_silent = c->phase == CONN_HEADERS && !c->current && conn_received_bytes(c->fd) == 0;
+    const char *what = c->phase == CONN_BODY ? "the body did not arrive within body-timeout-s"
+                                             : "the headers did not arrive within "
+                                               "header-timeout-s";
+    if (!is_silent)
+        conn_send_refusal(c->fd, 408, c->current ? c->current->id : NULL, what);
+    if (c->current)
+        c->current->refused_status = 408;
+    c->is_expired = true;
+    shutdown(c->fd, SHUT_RDWR);
+}
+
+/* http.lock held. What libmicrohttpd 0.9.75 does not see of a connection that waits for bytes. */
+static void inspect(struct conn *c, int64_t now_us)
+{
+    struct pollfd p = {.fd = c->fd, .events = POLLRDHUP};
+    /* A client that closed right behind its last bytes: the edge that told of them was used up
+     * by a short read, and there is no other. */
+    if (poll(&p, 1, 0) == 1) {
+        c->is_expired = true;
+        shutdown(c->fd, SHUT_RDWR);
+    } else if (c->phase == CONN_IDLE && conn_received_bytes(c->fd) > c->idle_bytes) {
+        /* A request is told of when its first line is complete; one that drips shows here. */
+        c->phase = CONN_HEADERS;
+        c->deadline_us = now_us + (int64_t)c->http->c.header_timeout_s * 1000000;
+    }
+}
+
+static void scan_deadlines(struct http *h, int64_t now_us)
+{
+    bool inspects = now_us >= h->next_inspection_us;
+    h->next_scan_us = now_us + SCAN_US;
+    if (inspects)
+        h->next_inspection_us = now_us + INSPECTION_US;
+    pthread_mutex_lock(&h->lock);
+    for (struct conn *c = h->conns; c; c = c->next) {
+        if (c->phase == CONN_ANSWER || c->is_expired)
+            continue;
+        if (c->phase != CONN_IDLE && now_us >= c->deadline_us)
+            expire(c);
+        else if (inspects)
+            inspect(c, now_us);
+    }
+    pthread_mutex_unlock(&h->lock);
+}
+
+void conn_turn(void *arg)
+{
+    struct http *h = arg;
+    int64_t now_us = http_now_us();
+    exchange_tell_gone(h);
+    farewell_turn(h, now_us);
+    pthread_mutex_lock(&h->lock);
+    bool closes = h->is_quiescing && !h->are_listeners_closed;
+    pthread_mutex_unlock(&h->lock);
+    if (closes)
+        close_listeners(h);
+    if (h->accept_again_us && now_us >= h->accept_again_us) {
+        h->accept_again_us = 0;
+        if (!h->are_listeners_closed)
+            add_listeners(h);
+    }
+    if (now_us >= h->next_scan_us)
+        scan_deadlines(h, now_us);
+}

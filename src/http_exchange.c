@@ -1,0 +1,335 @@
+#include "http_impl.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+
+#include "api_error.h"
+
+/* ---- making and freeing ---- */
+
+static void make_id(char *id)
+{
+    unsigned char bytes[12];
+    /* 12 bytes never come in part, and the pool is filled long before a server starts. */
+    if (getrandom(bytes, sizeof(bytes), 0) != (ssize_t)sizeof(bytes))
+        memset(bytes, 0, sizeof(bytes));
+    char *p = id + sprintf(id, "pf-");
+    for (size_t i = 0; i < sizeof(bytes); i++)
+        p += sprintf(p, "%02x", bytes[i]);
+}
+
+struct exchange *exchange_new(struct http *h, struct conn *c, struct MHD_Connection *mhd,
+                              const char *target)
+{
+    struct exchange *x = calloc(1, sizeof(*x));
+    char *copy = strdup(target);
+    if (!x || !copy) {
+        free(x);
+        free(copy);
+        return NULL;
+    }
+    atomic_init(&x->refs, 1);
+    x->http = h;
+    x->conn = c;
+    x->mhd = mhd;
+    x->state = EXCHANGE_READING;
+    x->target = copy;
+    char *mark = strchr(copy, '?');
+    if (mark) {
+        *mark = '\0';
+        x->query = mark + 1;
+    }
+    buf_init(&x->body);
+    buf_init(&x->answer);
+    make_id(x->id);
+    return x;
+}
+
+bool exchange_charge(struct exchange *x, int64_t n_bytes)
+{
+    struct http *h = x->http;
+    if (n_bytes > h->c.max_buffered_bytes - h->buffered_bytes)
+        return false;
+    h->buffered_bytes += n_bytes;
+    x->charged_bytes += n_bytes;
+    return true;
+}
+
+static void uncharge(struct exchange *x)
+{
+    pthread_mutex_lock(&x->http->lock);
+    x->http->buffered_bytes -= x->charged_bytes;
+    x->charged_bytes = 0;
+    pthread_mutex_unlock(&x->http->lock);
+}
+
+void exchange_unref(struct exchange *x)
+{
+    if (atomic_fetch_sub_explicit(&x->refs, 1, memory_order_acq_rel) > 1)
+        return;
+    if (x->charged_bytes)
+        uncharge(x);
+    if (x->call && x->free_call)
+        x->free_call(x->call);
+    for (int32_t i = 0; i < x->n_headers; i++)
+        free(x->headers[i].value);
+    buf_fini(&x->body);
+    buf_fini(&x->answer);
+    free(x->target);
+    free(x->method);
+    free(x->authorization);
+    free(x);
+}
+
+/* ---- what the client sent ---- */
+
+const char *exchange_method(const struct exchange *x)
+{
+    return x->method ? x->method : "";
+}
+
+const char *exchange_path(const struct exchange *x)
+{
+    return x->target;
+}
+
+const char *exchange_query(const struct exchange *x)
+{
+    return x->query;
+}
+
+const char *exchange_authorization(const struct exchange *x)
+{
+    return x->authorization;
+}
+
+int64_t exchange_arrival_us(const struct exchange *x)
+{
+    return x->arrival_us;
+}
+
+const char *exchange_id(const struct exchange *x)
+{
+    return x->id;
+}
+
+bool exchange_id_is_valid(const char *id, size_t len)
+{
+    for (size_t i = 0; i < len; i++)
+        if (id[i] < 0x21 || id[i] > 0x7e)
+            return false;
+    return len >= 1 && len <= HTTP_ID_MAX;
+}
+
+void exchange_set_id(struct exchange *x, const char *id)
+{
+    snprintf(x->id, sizeof(x->id), "%s", id);
+}
+
+void exchange_take_body(struct exchange *x, struct buf *body)
+{
+    buf_fini(body);
+    *body = x->body;
+    buf_init(&x->body);
+    uncharge(x);
+}
+
+/* ---- the handler's side ---- */
+
+bool exchange_set_call(struct exchange *x, void *call, void (*on_hangup)(void *call),
+                       void (*free_call)(void *call))
+{
+    pthread_mutex_lock(&x->http->lock);
+    bool is_here = x->state != EXCHANGE_GONE;
+    x->call = call;
+    x->free_call = free_call;
+    x->on_hangup = is_here ? on_hangup : NULL;
+    pthread_mutex_unlock(&x->http->lock);
+    return is_here;
+}
+
+void *exchange_call(const struct exchange *x)
+{
+    return x->call;
+}
+
+static void run_posted(struct work_job *job)
+{
+    struct exchange *x = (struct exchange *)((char *)job - offsetof(struct exchange, job));
+    x->posted(x);
+}
+
+int exchange_run(struct exchange *x, enum work_lane lane, void (*fn)(struct exchange *x))
+{
+    x->posted = fn;
+    x->job.run = run_posted;
+    return work_post(x->http->c.work, lane, &x->job);
+}
+
+void exchange_post(struct exchange *x, void (*fn)(struct exchange *x))
+{
+    exchange_run(x, WORK_RESULT, fn); /* this lane is never full */
+}
+
+bool exchange_is_gone(struct exchange *x)
+{
+    pthread_mutex_lock(&x->http->lock);
+    bool is_gone = x->state == EXCHANGE_GONE;
+    pthread_mutex_unlock(&x->http->lock);
+    return is_gone;
+}
+
+void exchange_add_header(struct exchange *x, const char *name, const char *value)
+{
+    char *copy = x->n_headers < HTTP_N_HEADERS ? strdup(value) : NULL;
+    if (!copy)
+        return;
+    x->headers[x->n_headers].name = name;
+    x->headers[x->n_headers++].value = copy;
+}
+
+void exchange_set_close(struct exchange *x)
+{
+    x->must_close = true;
+}
+
+void exchange_settle(struct exchange *x)
+{
+    struct http *h = x->http;
+    pthread_mutex_lock(&h->lock);
+    bool is_owed = x->is_owed;
+    x->is_owed = false;
+    pthread_mutex_unlock(&h->lock);
+    if (!is_owed)
+        return;
+    exchange_unref(x);
+    /* Last: http_close may free h as soon as the count is 0. */
+    pthread_mutex_lock(&h->lock);
+    h->n_owed--;
+    pthread_cond_broadcast(&h->changed);
+    pthread_mutex_unlock(&h->lock);
+}
+
+/* The call is of no more use, and may be large: it need not wait for a slow reader. */
+static void drop_call(struct exchange *x)
+{
+    pthread_mutex_lock(&x->http->lock);
+    void *call = x->is_hanging_up ? NULL : x->call;
+    if (call)
+        x->call = NULL;
+    pthread_mutex_unlock(&x->http->lock);
+    if (call && x->free_call)
+        x->free_call(call);
+}
+
+bool exchange_reply(struct exchange *x, int status, const char *content_type, struct buf *body)
+{
+    struct http *h = x->http;
+    if (body->failed) {
+        buf_fini(body);
+        status = 500;
+        content_type = "application/json";
+        api_error_write(body, 500, NULL, NULL, "memory is short");
+    }
+    drop_call(x);
+    pthread_mutex_lock(&h->lock);
+    enum exchange_state before = x->state;
+    if (before != EXCHANGE_GONE) {
+        x->status = status;
+        x->content_type = content_type;
+        x->answer = *body;
+        buf_init(body);
+        x->state = EXCHANGE_ANSWERED;
+    }
+    pthread_mutex_unlock(&h->lock);
+    buf_fini(body);
+    if (before == EXCHANGE_PENDING) {
+        watch_remove(h->watch, x->watch_token);
+        http_resume(x);
+    }
+    exchange_settle(x);
+    return before != EXCHANGE_GONE;
+}
+
+void exchange_refuse(struct exchange *x, int status, const char *message)
+{
+    struct buf body;
+    buf_init(&body);
+    api_error_write(&body, status, NULL, NULL, message);
+    pthread_mutex_lock(&x->http->lock);
+    x->refused_status = status;
+    pthread_mutex_unlock(&x->http->lock);
+    if (status == 503)
+        exchange_add_header(x, "Retry-After", "1");
+    exchange_reply(x, status, "application/json", &body);
+}
+
+/* ---- hang-ups ---- */
+
+/* http.lock held. From PENDING to GONE; the caller ends the watch and the suspension. */
+static void mark_gone(struct exchange *x)
+{
+    struct http *h = x->http;
+    x->state = EXCHANGE_GONE;
+    x->is_hanging_up = true;
+    atomic_fetch_add_explicit(&x->refs, 1, memory_order_relaxed);
+    x->next_gone = h->gone;
+    h->gone = x;
+}
+
+void exchange_hangup(void *arg, void *owner)
+{
+    struct http *h = arg;
+    struct exchange *x = owner;
+    pthread_mutex_lock(&h->lock);
+    if (x->state == EXCHANGE_ENTERING) {
+        x->is_hung = true;
+    } else if (x->state == EXCHANGE_PENDING) {
+        mark_gone(x);
+        http_resume(x);
+    }
+    pthread_mutex_unlock(&h->lock);
+}
+
+void exchange_hangup_all(struct http *h)
+{
+    struct exchange *x;
+    do {
+        x = NULL;
+        pthread_mutex_lock(&h->lock);
+        for (struct conn *c = h->conns; c && !x; c = c->next)
+            if (c->current && c->current->state == EXCHANGE_PENDING)
+                x = c->current;
+        if (x)
+            mark_gone(x);
+        pthread_mutex_unlock(&h->lock);
+        if (x) {
+            /* Suspended until the resume, so libmicrohttpd's reference keeps x. */
+            watch_remove(h->watch, x->watch_token);
+            http_resume(x);
+        }
+    } while (x);
+    exchange_tell_gone(h);
+}
+
+void exchange_tell_gone(struct http *h)
+{
+    for (;;) {
+        pthread_mutex_lock(&h->lock);
+        struct exchange *x = h->gone;
+        if (x)
+            h->gone = x->next_gone;
+        void (*on_hangup)(void *call) = x && x->call ? x->on_hangup : NULL;
+        pthread_mutex_unlock(&h->lock);
+        if (!x)
+            return;
+        if (on_hangup)
+            on_hangup(x->call);
+        pthread_mutex_lock(&h->lock);
+        x->is_hanging_up = false;
+        pthread_mutex_unlock(&h->lock);
+        exchange_unref(x);
+    }
+}

@@ -1,0 +1,172 @@
+/* Inside of http*.c: the connection, the exchange, and who may touch what.
+ *
+ * One lock, http.lock, guards the list of connections, the phases and deadlines in them, the
+ * states of exchanges, and the counts. Order: the watcher's own lock, then http.lock, then
+ * libmicrohttpd's; no callback of the owner runs under any of them. A socket is touched outside
+ * the I/O thread only under http.lock and while its struct conn is in the list, which
+ * libmicrohttpd keeps up until just before it closes the socket. */
+#ifndef PREFILLD_HTTP_IMPL_H
+#define PREFILLD_HTTP_IMPL_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "http.h"
+#include "http_listen.h"
+#include "watch.h"
+
+struct MHD_Daemon;
+struct MHD_Connection;
+
+enum {
+    HTTP_POOL_BYTES = 64 * 1024,    /* libmicrohttpd's memory for a connection */
+    HTTP_MAX_TARGET = 8 * 1024,     /* above: 414 */
+    HTTP_MAX_HEADERS = 16 * 1024,   /* above: 431 */
+    HTTP_SWALLOW_BYTES = 64 * 1024, /* a refused body up to this is read, and the connection
+                                       kept */
+    HTTP_MAX_FAREWELLS = 64,
+    HTTP_N_HEADERS = 4
+};
+
+enum conn_phase {
+    CONN_HEADERS, /* a request line or headers are due, until the deadline */
+    CONN_BODY,    /* a body is due, until the deadline */
+    CONN_ANSWER,  /* the request is complete, its answer is due or being sent */
+    CONN_IDLE     /* between requests */
+};
+
+/* A connection, from libmicrohttpd's first notice of it to its last. */
+struct conn {
+    struct conn *prev, *next;
+    struct http *http;
+    int fd;
+    enum conn_phase phase;
+    int64_t deadline_us;
+    uint64_t idle_bytes; /* received when CONN_IDLE began; TCP only */
+    bool is_lingering;   /* the client may still be sending: drain before the close */
+    bool is_expired;     /* the socket was shut down: no more answers */
+    struct exchange *current;
+};
+
+enum exchange_state {
+    EXCHANGE_READING,
+    EXCHANGE_ENTERING, /* suspended; its watch is being set up */
+    EXCHANGE_PENDING,  /* suspended; the handler owes an answer */
+    EXCHANGE_ANSWERED,
+    EXCHANGE_GONE /* the client went, or we are closing */
+};
+
+struct exchange {
+    atomic_int refs; /* libmicrohttpd's, the handler's, and the watcher's for a hang-up */
+    struct http *http;
+    struct conn *conn;          /* I/O thread */
+    struct MHD_Connection *mhd; /* valid for others while suspended */
+    enum exchange_state state;  /* http.lock, but for the I/O thread's own EXCHANGE_READING */
+    bool is_begun, is_deferred; /* I/O thread; deferred: answered, but the body is read first */
+    bool is_hung;               /* http.lock: hung up while EXCHANGE_ENTERING */
+    bool is_owed, is_active;    /* counted in http.n_owed, http.n_active */
+    bool must_close;
+    int refused_status; /* http.c's own refusal, or 0 */
+
+    char *target; /* path, NUL, query */
+    const char *query;
+    char *method, *authorization;
+    char id[HTTP_ID_MAX + 1];
+    struct buf body;
+    int64_t length_bytes; /* -1: chunked */
+    int64_t charged_bytes;
+    int64_t arrival_us;
+
+    uint64_t watch_token;
+    struct work_job job;
+    void (*posted)(struct exchange *x);
+
+    void *call;
+    void (*on_hangup)(void *call);
+    void (*free_call)(void *call);
+    bool is_hanging_up; /* http.lock: on_hangup is due or running: call stays */
+    struct exchange *next_gone;
+
+    int status;
+    const char *content_type;
+    struct buf answer;
+    struct {
+        const char *name;
+        char *value;
+    } headers[HTTP_N_HEADERS];
+    int32_t n_headers;
+};
+
+/* A socket that is read empty before it is closed, so that the answer is not lost to a reset. */
+struct farewell {
+    int fd; /* -1: free */
+    uint64_t token;
+    int64_t deadline_us;
+};
+
+struct http {
+    struct http_config c; /* listen is NULL: not kept */
+    char addresses[2048];
+    struct MHD_Daemon *mhd;
+    struct watch *watch;
+    pthread_mutex_t lock;
+    pthread_cond_t changed; /* CLOCK_MONOTONIC: a count fell, or the listeners closed */
+
+    struct conn *conns;
+    int32_t n_conns, n_adding; /* known to libmicrohttpd; accepted, not yet known */
+    int32_t n_owed;            /* exchanges whose handler has not replied */
+    int32_t n_active;          /* exchanges dispatched and not over */
+    int64_t buffered_bytes;
+    bool is_quiescing, is_closing;
+    struct exchange *gone; /* hang-ups whose owners are to be told */
+
+    struct listener *listeners; /* watcher thread, once started */
+    uint64_t *listener_tokens;
+    int32_t n_listeners;
+    bool are_listeners_closed;
+    int64_t accept_again_us; /* watcher thread; 0: accepting */
+
+    struct farewell farewells[HTTP_MAX_FAREWELLS]; /* http.lock for fd and deadline */
+    int64_t next_scan_us, next_inspection_us;      /* watcher thread */
+};
+
+int64_t http_now_us(void);
+
+/* ---- http.c ---- */
+/* Takes ownership of fd. http.lock not held. */
+void http_add_socket(struct http *h, int fd, const void *addr, unsigned addr_len);
+/* Ends the suspension of x, whose state is not EXCHANGE_PENDING any more. */
+void http_resume(struct exchange *x);
+
+/* ---- http_conn.c: the watcher's side ---- */
+void conn_readable(void *arg, void *owner);
+void conn_turn(void *arg);
+/* After the watcher has ended. */
+void conn_close_farewells(struct http *h);
+/* http.lock held. Keeps the socket of c open in a copy until the client has seen the answer. */
+void conn_linger(struct conn *c);
+/* Bytes received so far; 0 when that is not known (unix sockets). */
+uint64_t conn_received_bytes(int fd);
+/* Writes a whole answer to a socket on which none is under way, without libmicrohttpd. */
+void conn_send_refusal(int fd, int status, const char *id, const char *message);
+
+/* ---- http_exchange.c ---- */
+struct exchange *exchange_new(struct http *h, struct conn *c, struct MHD_Connection *mhd,
+                              const char *target);
+void exchange_unref(struct exchange *x);
+/* An answer of http.c's own; same thread rules as exchange_reply. */
+void exchange_refuse(struct exchange *x, int status, const char *message);
+/* Watcher: the client of owner, an exchange, has gone. */
+void exchange_hangup(void *arg, void *owner);
+/* Hangs up on every exchange that waits for its handler. No lock held. */
+void exchange_hangup_all(struct http *h);
+/* Runs fn(x) on a worker. Returns 0 or ERR_FULL. */
+int exchange_run(struct exchange *x, enum work_lane lane, void (*fn)(struct exchange *x));
+/* Tells the owners of hung-up exchanges. No lock held. */
+void exchange_tell_gone(struct http *h);
+/* http.lock held. Room for more bytes in the sum over all bodies? Then they are counted. */
+bool exchange_charge(struct exchange *x, int64_t n_bytes);
+/* http.lock not held. The handler no longer owes an answer. */
+void exchange_settle(struct exchange *x);
+
+#endif

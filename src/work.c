@@ -1,0 +1,117 @@
+#include "work.h"
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdlib.h>
+
+struct lane {
+    struct work_job *head;
+    struct work_job **tail;
+};
+
+struct work {
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    struct lane lanes[WORK_N_LANES];
+    int32_t n_requests; /* waiting in WORK_REQUEST */
+    int32_t max_requests;
+    bool is_closing;
+    int32_t n_running; /* jobs being run; while closing, they may post more */
+    int32_t n_threads;
+    pthread_t threads[];
+};
+
+/* With the lock held; NULL when nothing waits. */
+static struct work_job *take_job(struct work *w)
+{
+    for (int i = 0; i < WORK_N_LANES; i++) {
+        struct lane *l = &w->lanes[i];
+        struct work_job *job = l->head;
+        if (!job)
+            continue;
+        l->head = job->next;
+        if (!l->head)
+            l->tail = &l->head;
+        if (i == WORK_REQUEST)
+            w->n_requests--;
+        return job;
+    }
+    return NULL;
+}
+
+static void *worker_main(void *arg)
+{
+    struct work *w = arg;
+    pthread_mutex_lock(&w->lock);
+    for (;;) {
+        struct work_job *job = take_job(w);
+        if (job) {
+            w->n_running++;
+            pthread_mutex_unlock(&w->lock);
+            job->run(job);
+            pthread_mutex_lock(&w->lock);
+            w->n_running--;
+        } else if (w->is_closing && w->n_running == 0) {
+            break;
+        } else {
+            pthread_cond_wait(&w->wake, &w->lock);
+        }
+    }
+    /* Others may sleep until the last job has ended. */
+    pthread_cond_broadcast(&w->wake);
+    pthread_mutex_unlock(&w->lock);
+    return NULL;
+}
+
+int work_open(int32_t n_threads, int32_t max_requests, struct work **out)
+{
+    struct work *w = calloc(1, sizeof(*w) + (size_t)n_threads * sizeof(w->threads[0]));
+    if (!w)
+        return ERR_NOMEM;
+    pthread_mutex_init(&w->lock, NULL);
+    pthread_cond_init(&w->wake, NULL);
+    for (int i = 0; i < WORK_N_LANES; i++)
+        w->lanes[i].tail = &w->lanes[i].head;
+    w->max_requests = max_requests;
+    while (w->n_threads < n_threads) {
+        if (pthread_create(&w->threads[w->n_threads], NULL, worker_main, w) != 0) {
+            work_close(w);
+            return ERR_IO;
+        }
+        w->n_threads++;
+    }
+    *out = w;
+    return 0;
+}
+
+int work_post(struct work *w, enum work_lane lane, struct work_job *job)
+{
+    job->next = NULL;
+    pthread_mutex_lock(&w->lock);
+    if (lane == WORK_REQUEST && w->n_requests >= w->max_requests) {
+        pthread_mutex_unlock(&w->lock);
+        return ERR_FULL;
+    }
+    if (lane == WORK_REQUEST)
+        w->n_requests++;
+    *w->lanes[lane].tail = job;
+    w->lanes[lane].tail = &job->next;
+    pthread_cond_signal(&w->wake);
+    pthread_mutex_unlock(&w->lock);
+    return 0;
+}
+
+void work_close(struct work *w)
+{
+    if (!w)
+        return;
+    pthread_mutex_lock(&w->lock);
+    w->is_closing = true;
+    pthread_cond_broadcast(&w->wake);
+    pthread_mutex_unlock(&w->lock);
+    for (int32_t i = 0; i < w->n_threads; i++)
+        pthread_join(w->threads[i], NULL);
+    pthread_cond_destroy(&w->wake);
+    pthread_mutex_destroy(&w->lock);
+    free(w);
+}
