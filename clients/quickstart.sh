@@ -89,6 +89,7 @@ build >"$work/build.log" 2>&1 ||
 # Small steps, so that the passage is seen to run in more than one piece.
 model=tests/models/demo
 say "Starting prefilld on the demo model, which learned the King James Bible ($model)"
+: >"$log" # an old `ready` line must not be taken for this one's
 run="build/quickstart/prefilld --model $model --listen 127.0.0.1:0 --max-step-tokens 256"
 if [ -n "$keep" ]; then
     # shellcheck disable=SC2086
