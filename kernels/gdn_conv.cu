@@ -1,0 +1,171 @@
+/* GDN, before the delta rule: convolution, SiLU, l2norm, gates, convolution state.
+ *
+ * gdn.md 1.1, steps 2 to 4. For channel c of q | k | v and token t of a sequence:
+ *   y = silu(sum_{i=0..3} w[c, i] * p[t - 3 + i, c]), inputs before the sequence's start from
+ *   its state (or 0 when the piece starts its request);
+ *   q, k: y * rsqrt(sum over the head y^2 + 1e-6), q also * 128^-0.5; v: y;
+ *   beta = sigmoid(b), g = -exp(A_log) * softplus(a + dt_bias), softplus linear above 20.
+ * bf16 in and out, all arithmetic f32; q, k, v are rounded once, after the norm.
+ *
+ * Block: one chunk of 64 tokens x one head of 128 channels; 4 warps of 16 tokens, 4 channels a
+ * lane, all 19 rows of a warp loaded before the first use. One more block a chunk does the
+ * gates, and N / 4 more at the end write the states of empty sequences. The warp that read a sequence's old state (first 16 tokens
+ * of its first chunk) also writes the new one, from p itself: no race between blocks.
+ * Limit: bytes, (2 * 2 * conv_dim) a token; 19/16 of the reads come from L1. */
+#include "common.cuh"
+
+// ---- kernels
+
+enum { CONV_THREADS = 128, CONV_TOKENS = 16, CONV_DIM = 128 };
+
+struct conv_ctx {
+    const bf16 *p;   /* this lane's channels of token 0 of the sequence */
+    bf16 *state;     /* this lane's channels of the slot */
+    int64_t ld, row; /* distance of two rows of p and of the state */
+    int len;         /* tokens of the sequence */
+    bool fresh;      /* the slot is not read */
+};
+
+/* Four channels of input `t` of the sequence; t in [-3, len). */
+__device__ static uint2 conv_input(const struct conv_ctx *c, int t)
+{
+    if (t >= 0)
+        return *(const uint2 *)(c->p + t * c->ld);
+    if (c->fresh)
+        return make_uint2(0, 0);
+    return *(const uint2 *)(c->state + (t + 3) * c->row);
+}
+
+__device__ static void conv_write_state(const struct conv_ctx *c)
+{
+    uint2 in[3];
+    for (int i = 0; i < 3; i++)
+        in[i] = conv_input(c, c->len - 3 + i);
+    for (int i = 0; i < 3; i++)
+        *(uint2 *)(c->state + i * c->row) = in[i];
+}
+
+__device__ static void gates(const struct k_gdn_conv *a, int64_t tok, int n)
+{
+    const bf16 *p = (const bf16 *)a->p + (int64_t)(2 * a->d.H + 2 * a->d.HV) * CONV_DIM;
+    for (int i = threadIdx.x; i < n * a->d.HV; i += CONV_THREADS) {
+        int64_t t = tok + i / a->d.HV;
+        int h = i % a->d.HV;
+        float b = __bfloat162float(p[t * a->d.ld + h]);
+        float x = __bfloat162float(p[t * a->d.ld + a->d.HV + h]) + a->dt_bias[h];
+        float sp = x > 20.0f ? x : log1pf(expf(x));
+        a->beta[t * a->d.HV + h] = 1.0f / (1.0f + expf(-b));
+        a->g[t * a->d.HV + h] = -expf(a->A_log[h]) * sp;
+    }
+}
+
+__device__ static void conv_context(const struct k_gdn_conv *a, int seq, int channel,
+                                    struct conv_ctx *c)
+{
+    int64_t conv_dim = (int64_t)(2 * a->d.H + a->d.HV) * CONV_DIM;
+    int tok0 = a->b.cu_seqlens[seq];
+    c->p = (const bf16 *)a->p + (int64_t)tok0 * a->d.ld + channel;
+    c->state = (bf16 *)a->conv_state + a->b.slots[seq] * 3 * conv_dim + channel;
+    c->ld = a->d.ld;
+    c->row = conv_dim;
+    c->len = a->b.cu_seqlens[seq + 1] - tok0;
+    c->fresh = a->b.start[seq] == 0;
+}
+
+/* A sequence without tokens: its state becomes zeros when fresh, else it stays. */
+__device__ static void empty_state(const struct k_gdn_conv *a, int seq)
+{
+    if (seq >= a->b.n_seqs || a->b.cu_seqlens[seq + 1] > a->b.cu_seqlens[seq] ||
+        a->b.start[seq] != 0)
+        return;
+    int64_t n = 3LL * (2 * a->d.H + a->d.HV) * CONV_DIM;
+    bf16 *s = (bf16 *)a->conv_state + a->b.slots[seq] * n;
+    for (int64_t i = (threadIdx.x & 31) * 4; i < n; i += 128)
+        *(uint2 *)(s + i) = make_uint2(0, 0);
+}
+
+__device__ static void conv_token(const struct k_gdn_conv *a, int head, int64_t t,
+                                  const float4 w[4], const uint2 in[4])
+{
+    float y[4];
+    for (int e = 0; e < 4; e++) {
+        const float *we = (const float *)&w[e];
+        float s = 0;
+        for (int i = 0; i < 4; i++) {
+            uint32_t u = e < 2 ? in[i].x : in[i].y;
+            s = fmaf(we[i], e & 1 ? hi2(u) : lo2(u), s);
+        }
+        y[e] = silu(s);
+    }
+    int lane4 = (threadIdx.x & 31) * 4;
+    bf16 *out;
+    if (head < 2 * a->d.H) {
+        float s = 0;
+        for (int e = 0; e < 4; e++)
+            s = fmaf(y[e], y[e], s);
+        float scale = rsqrtf(warp_sum(s) + 1e-6f);
+        if (head < a->d.H)
+            scale *= 0.08838834764831845f;
+        for (int e = 0; e < 4; e++)
+            y[e] *= scale;
+        int h = head < a->d.H ? head : head - a->d.H;
+        out = (bf16 *)(head < a->d.H ? a->q : a->k) + (t * a->d.H + h) * CONV_DIM;
+    } else {
+        out = (bf16 *)a->v + (t * a->d.HV + head - 2 * a->d.H) * CONV_DIM;
+    }
+    *(uint2 *)(out + lane4) = make_uint2(pack2(y[0], y[1]), pack2(y[2], y[3]));
+}
+
+__global__ static void __launch_bounds__(CONV_THREADS) gdn_conv_kernel(struct k_gdn_conv a)
+{
+    int n_heads = 2 * a.d.H + a.d.HV;
+    int chunk = blockIdx.x / (n_heads + 1), head = blockIdx.x % (n_heads + 1);
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    if (chunk >= a.b.n_chunks) {
+        int extra = blockIdx.x - a.b.n_chunks * (n_heads + 1);
+        empty_state(&a, extra * (CONV_THREADS / 32) + warp);
+        return;
+    }
+    int seq = a.b.chunk_seq[chunk], t0 = a.b.chunk_index[chunk] * K_CHUNK;
+    int64_t seq_tok = a.b.cu_seqlens[seq];
+    if (head == n_heads) {
+        gates(&a, seq_tok + t0, min(a.b.cu_seqlens[seq + 1] - (int)seq_tok - t0, K_CHUNK));
+        return;
+    }
+    t0 += warp * CONV_TOKENS;
+    int channel = head * CONV_DIM + lane * 4;
+    struct conv_ctx c;
+    conv_context(&a, seq, channel, &c);
+    if (t0 >= c.len)
+        return;
+    int n = min(c.len - t0, (int)CONV_TOKENS);
+    float4 w[4];
+    for (int e = 0; e < 4; e++)
+        w[e] = ((const float4 *)a.conv_w)[channel + e];
+    uint2 in[CONV_TOKENS + 3];
+#pragma unroll
+    for (int i = 0; i < CONV_TOKENS + 3; i++)
+        in[i] = i < n + 3 ? conv_input(&c, t0 - 3 + i) : make_uint2(0, 0);
+    if (t0 == 0)
+        conv_write_state(&c);
+#pragma unroll
+    for (int i = 0; i < CONV_TOKENS; i++)
+        if (i < n)
+            conv_token(&a, head, seq_tok + t0 + i, w, in + i);
+}
+
+// ---- launchers
+
+extern "C" cudaError_t k_gdn_conv(const struct k_gdn_conv *a, cudaStream_t stream)
+{
+    if (a->d.H <= 0 || a->d.HV <= 0 || a->d.HV % a->d.H || a->d.ld % 8)
+        return cudaErrorInvalidValue;
+    int64_t n = (int64_t)a->b.n_chunks * (2 * a->d.H + a->d.HV + 1) +
+                ceil_div(a->b.n_seqs, CONV_THREADS / 32);
+    if (n == 0)
+        return cudaSuccess;
+    if (n > INT32_MAX)
+        return cudaErrorInvalidValue;
+    gdn_conv_kernel<<<(unsigned)n, CONV_THREADS, 0, stream>>>(*a);
+    return cudaGetLastError();
+}

@@ -1,0 +1,300 @@
+/* The gated delta rule over chunks of 64 tokens: portable body and the launcher.
+ *
+ * gdn.md 1.2 for each value head h, key head h / (HV / H); A, P, eg, el as gdn_solve.cuh:
+ *   R = V - diag(eg) K S;  Vn = A R;  O = diag(eg) Q S + P Vn;  S = eg_last S + K^T diag(el) Vn.
+ * Two kernels. gdn_prep is parallel over chunks and value heads: A, P and the gates to the
+ * workspace. gdn_chain is serial over a sequence's chunks and
+ * parallel over value heads and halves of V. It holds S transposed, so that every product of the
+ * chain has its A operand in registers (S, R and Vn in accumulator layout, packed to bf16):
+ *   W^T = S^T K^T, Vn^T = R^T A^T, S^T += (el Vn)^T K, O^T = eg S^T Q^T + Vn^T P^T.
+ * bf16 operands, f32 sums; S, gates, decays and the inverse f32.
+ *
+ * prep:  grid NC * HV, block 128, shared 66 KB.  chain: grid N * HV * 2, block 128, shared 114 KB
+ * (2 stages of K, Q, V, A, P by cp.async). Limit: the chain's latency; about 330 KFLOP and
+ * 57 KB from shared memory a chunk and half. */
+#include "gdn_delta.cuh"
+
+// ---- kernels
+
+enum { GDN_THREADS = 128 };
+
+struct prep_smem {
+    uint8_t K[2 * TILE_BYTES];
+    uint8_t Q[2 * TILE_BYTES];
+    struct gdn_unit out;
+    struct solve_smem solve;
+};
+
+/* Rows of a chunk's [64, 128] q or k (or with halves 1, of 64 columns of v) into tiles; rows from
+ * n on become zeros. row: distance of two tokens in elements. */
+template <int PANELS>
+__device__ static inline void load_rows(uint32_t dst, const bf16 *src, int64_t row, int n)
+{
+#pragma unroll
+    for (int i = 0; i < PANELS * 4; i++) {
+        int at = i * GDN_THREADS + threadIdx.x;
+        int r = at / (PANELS * 8), u = at % (PANELS * 8);
+        bool live = r < n;
+        cp16(dst + (u >> 3) * TILE_BYTES + tile_off(r, u & 7), live ? src + r * row + u * 8 : src,
+             live);
+    }
+}
+
+__global__ static void __launch_bounds__(GDN_THREADS, 3) gdn_prep_kernel(struct k_gdn_delta a)
+{
+    extern __shared__ __align__(1024) uint8_t raw[];
+    struct prep_smem *s = (struct prep_smem *)raw;
+    int chunk = blockIdx.x / a.d.HV, h = blockIdx.x % a.d.HV, kh = h / (a.d.HV / a.d.H);
+    int64_t tok = a.b.chunk_tok[chunk];
+    int n = min(a.b.cu_seqlens[a.b.chunk_seq[chunk] + 1] - (int)tok, (int)K_CHUNK);
+
+    int64_t at = (tok * a.d.H + kh) * GDN_D;
+    load_rows<2>(smem_addr(s->K), (const bf16 *)a.k + at, (int64_t)a.d.H * GDN_D, n);
+    load_rows<2>(smem_addr(s->Q), (const bf16 *)a.q + at, (int64_t)a.d.H * GDN_D, n);
+    cp_commit();
+    struct gate_regs r =
+        gates_load(a.g + tok * a.d.HV + h, a.beta + tok * a.d.HV + h, a.d.HV, n);
+    for (int i = threadIdx.x; i < 2 * TILE_BYTES / 16; i += GDN_THREADS)
+        ((uint4 *)s->out.A)[i] = make_uint4(0, 0, 0, 0);
+    cp_wait<0>();
+    __syncthreads();
+    prep_chunk(&s->solve, threadIdx.x >> 5, r, smem_addr(s->K), smem_addr(s->Q),
+               smem_addr(s->out.A), smem_addr(s->out.P), s->out.gates, 1);
+    __syncthreads();
+    uint4 *out = (uint4 *)((struct gdn_unit *)a.work + (int64_t)chunk * a.d.HV + h);
+    for (int i = threadIdx.x; i < (int)(sizeof(struct gdn_unit) / 16); i += GDN_THREADS)
+        out[i] = ((const uint4 *)&s->out)[i];
+}
+
+struct chain_stage {
+    uint8_t K[2 * TILE_BYTES];
+    uint8_t Q[2 * TILE_BYTES];
+    uint8_t V[TILE_BYTES]; /* this half's 64 columns; then O, transposed back */
+    struct gdn_unit u;
+    uint8_t pad[512];
+};
+
+struct chain_smem {
+    struct chain_stage stage[2];
+};
+
+struct chain_ctx {
+    const bf16 *q, *k, *v; /* at the head and half, token 0 of the sequence */
+    bf16 *o;
+    const struct gdn_unit *unit; /* at the head, first chunk of the sequence */
+    int len;
+};
+
+__device__ static inline void chain_load(const struct k_gdn_delta *a, const struct chain_ctx *c,
+                                         struct chain_stage *st, int chunk)
+{
+    int64_t t0 = (int64_t)chunk * K_CHUNK;
+    int n = min(c->len - (int)t0, (int)K_CHUNK);
+    int64_t row_k = (int64_t)a->d.H * GDN_D, row_v = (int64_t)a->d.HV * GDN_D;
+    load_rows<2>(smem_addr(st->K), c->k + t0 * row_k, row_k, n);
+    load_rows<2>(smem_addr(st->Q), c->q + t0 * row_k, row_k, n);
+    load_rows<1>(smem_addr(st->V), c->v + t0 * row_v, row_v, n);
+    const uint8_t *u = (const uint8_t *)(c->unit + (int64_t)chunk * a->d.HV);
+    for (int i = threadIdx.x; i < (int)(sizeof(struct gdn_unit) / 16); i += GDN_THREADS)
+        cp16(smem_addr(&st->u) + i * 16, u + i * 16, true);
+}
+
+/* acc = V^T - eg * acc, columns are tokens; V is [64 tokens, 64] at `tile`. */
+__device__ static inline void residual(float acc[8][4], uint32_t tile, const float *eg, int warp)
+{
+    int lane = threadIdx.x & 31, t = lane & 3;
+#pragma unroll
+    for (int np = 0; np < 4; np++) {
+        uint32_t v[4]; /* (tokens 16 np .. + 7 and + 8 .. + 15) x (rows g, rows g + 8) */
+        ldsm4_t(v, tile + tile_off(np * 16 + (lane >> 4) * 8 + (lane & 7),
+                                   2 * warp + ((lane >> 3) & 1)));
+#pragma unroll
+        for (int q = 0; q < 4; q++) {
+            float2 e = *(const float2 *)&eg[16 * np + (q >> 1) * 8 + 2 * t];
+            float *x = &acc[2 * np + (q >> 1)][2 * (q & 1)];
+            x[0] = fmaf(-e.x, x[0], lo2(v[q]));
+            x[1] = fmaf(-e.y, x[1], hi2(v[q]));
+        }
+    }
+}
+
+/* O^T in accumulator layout to [64 tokens, 64] in `tile`, then whole rows to memory. */
+__device__ static inline void chain_store(const float acc[8][4], uint8_t *tile, bf16 *o,
+                                          int64_t row, int n, int warp)
+{
+    int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int nt = 0; nt < 8; nt++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint32_t x = movm_t(pack2(acc[nt][2 * half], acc[nt][2 * half + 1]));
+            st_shared2(smem_addr(tile) + tile_off(8 * nt + g, 2 * warp + half) + t * 4, x);
+        }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int r = i * 16 + (threadIdx.x >> 3), u = threadIdx.x & 7;
+        if (r < n)
+            *(uint4 *)(o + r * row + u * 8) = *(const uint4 *)(tile + tile_off(r, u));
+    }
+}
+
+__device__ static inline void chain_step(float S[16][4], const struct chain_stage *st, float O[8][4],
+                                         int warp)
+{
+    int t = threadIdx.x & 3;
+    const float *eg = st->u.gates, *el = eg + 64;
+    float x[8][4] = {};
+    {
+        uint32_t sb[8][4];
+#pragma unroll
+        for (int ks = 0; ks < 8; ks++)
+            frag_pack(sb[ks], S[2 * ks], S[2 * ks + 1]);
+        mm_kmajor<8>(x, sb, smem_addr(st->K));
+#pragma unroll
+        for (int i = 0; i < 32; i++)
+            O[i >> 2][i & 3] = 0.0f;
+        mm_kmajor<8>(O, sb, smem_addr(st->Q));
+    }
+    residual(x, smem_addr(st->V), eg, warp);
+    uint32_t f[4][4];
+#pragma unroll
+    for (int ks = 0; ks < 4; ks++)
+        frag_pack(f[ks], x[2 * ks], x[2 * ks + 1]);
+#pragma unroll
+    for (int i = 0; i < 32; i++)
+        x[i >> 2][i & 3] = 0.0f;
+    mm_kmajor<4>(x, f, smem_addr(st->u.A));
+#pragma unroll
+    for (int ks = 0; ks < 4; ks++)
+        frag_pack(f[ks], x[2 * ks], x[2 * ks + 1]);
+#pragma unroll
+    for (int nt = 0; nt < 8; nt++) {
+        float2 e = *(const float2 *)&eg[8 * nt + 2 * t], l = *(const float2 *)&el[8 * nt + 2 * t];
+        O[nt][0] = __fmul_rn(O[nt][0], e.x), O[nt][1] = __fmul_rn(O[nt][1], e.y);
+        O[nt][2] = __fmul_rn(O[nt][2], e.x), O[nt][3] = __fmul_rn(O[nt][3], e.y);
+        x[nt][0] = __fmul_rn(x[nt][0], l.x), x[nt][1] = __fmul_rn(x[nt][1], l.y);
+        x[nt][2] = __fmul_rn(x[nt][2], l.x), x[nt][3] = __fmul_rn(x[nt][3], l.y);
+    }
+    mm_kmajor<4>(O, f, smem_addr(st->u.P));
+    float last = eg[63];
+#pragma unroll
+    for (int i = 0; i < 64; i++)
+        S[i >> 2][i & 3] = __fmul_rn(S[i >> 2][i & 3], last);
+#pragma unroll
+    for (int ks = 0; ks < 4; ks++)
+        frag_pack(f[ks], x[2 * ks], x[2 * ks + 1]);
+    mm_nmajor(S, f, smem_addr(st->K));
+}
+
+__global__ static void __launch_bounds__(GDN_THREADS) gdn_chain_kernel(struct k_gdn_delta a)
+{
+    extern __shared__ __align__(1024) uint8_t raw[];
+    struct chain_smem *s = (struct chain_smem *)raw;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    int half = blockIdx.x & 1, h = (blockIdx.x >> 1) % a.d.HV;
+    int seq = a.b.seq_order[(blockIdx.x >> 1) / a.d.HV];
+    int kh = h / (a.d.HV / a.d.H);
+    int64_t tok = a.b.cu_seqlens[seq];
+    int64_t at_v = (tok * a.d.HV + h) * GDN_D + half * 64;
+    struct chain_ctx c;
+    c.len = a.b.cu_seqlens[seq + 1] - (int)tok;
+    c.q = (const bf16 *)a.q + (tok * a.d.H + kh) * GDN_D;
+    c.k = (const bf16 *)a.k + (tok * a.d.H + kh) * GDN_D;
+    c.v = (const bf16 *)a.v + at_v;
+    c.o = (bf16 *)a.o + at_v;
+    c.unit = (const struct gdn_unit *)a.work + (int64_t)a.b.seq_first[seq] * a.d.HV + h;
+    int n_chunks = (c.len + K_CHUNK - 1) / K_CHUNK;
+
+    float *pool = a.S + ((int64_t)a.b.slots[seq] * a.d.HV + h) * GDN_D * GDN_D +
+                  (half * 64 + warp * 16 + (lane >> 2)) * GDN_D + 2 * (lane & 3);
+    bool fresh = a.b.start[seq] == 0;
+    float S[16][4];
+#pragma unroll
+    for (int nt = 0; nt < 16; nt++) {
+        float2 x = make_float2(0, 0), y = x;
+        if (!fresh) {
+            x = *(const float2 *)(pool + nt * 8);
+            y = *(const float2 *)(pool + nt * 8 + 8 * GDN_D);
+        }
+        S[nt][0] = x.x, S[nt][1] = x.y, S[nt][2] = y.x, S[nt][3] = y.y;
+    }
+    if (n_chunks > 0)
+        chain_load(&a, &c, &s->stage[0], 0);
+    cp_commit();
+    for (int i = 0; i < n_chunks; i++) {
+        if (i + 1 < n_chunks)
+            chain_load(&a, &c, &s->stage[(i + 1) & 1], i + 1);
+        cp_commit();
+        cp_wait<1>();
+        __syncthreads();
+        float O[8][4];
+        struct chain_stage *st = &s->stage[i & 1];
+        chain_step(S, st, O, warp);
+        __syncthreads();
+        int64_t row = (int64_t)a.d.HV * GDN_D;
+        chain_store(O, st->V, c.o + (int64_t)i * K_CHUNK * row, row,
+                    min(c.len - i * K_CHUNK, (int)K_CHUNK), warp);
+        __syncthreads();
+    }
+#pragma unroll
+    for (int nt = 0; nt < 16; nt++) {
+        *(float2 *)(pool + nt * 8) = make_float2(S[nt][0], S[nt][1]);
+        *(float2 *)(pool + nt * 8 + 8 * GDN_D) = make_float2(S[nt][2], S[nt][3]);
+    }
+}
+
+// ---- launchers
+
+extern "C" size_t k_gdn_delta_work_bytes(int64_t n_chunks, int32_t HV)
+{
+    return (size_t)n_chunks * (size_t)HV * sizeof(struct gdn_unit);
+}
+
+static cudaError_t launch_prep(const struct k_gdn_delta *a, cudaStream_t stream)
+{
+    if (a->b.n_chunks == 0)
+        return cudaSuccess;
+    cudaError_t e = cudaFuncSetAttribute(
+        gdn_prep_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(struct prep_smem));
+    if (e != cudaSuccess)
+        return e;
+    gdn_prep_kernel<<<(unsigned)(a->b.n_chunks * a->d.HV), GDN_THREADS, sizeof(struct prep_smem),
+                      stream>>>(*a);
+    return cudaGetLastError();
+}
+
+/* By which of the two Hopper bodies ends sooner: microseconds a chunk measured on one H200
+ * (RESULTS-gpu.md). A choice for time only: bits do not depend on it. */
+static int32_t pick_body(const struct k_gdn_delta *a)
+{
+    if (a->dev->cc != 90)
+        return K_GDN_PORTABLE;
+    double chunks = (double)a->b.n_chunks * a->d.HV / a->dev->n_sms;
+    double longest = (a->b.max_len + K_CHUNK - 1) / K_CHUNK;
+    double split = 0.75 * (longest > 2 * chunks ? longest : 2 * chunks) + 0.45 * chunks;
+    double fused = 1.9 * (longest > chunks ? longest : chunks);
+    return split < fused ? K_GDN_SPLIT : K_GDN_FUSED;
+}
+
+extern "C" cudaError_t k_gdn_delta(const struct k_gdn_delta *a, cudaStream_t stream)
+{
+    if (a->d.H <= 0 || a->d.HV <= 0 || a->d.HV % a->d.H || a->b.n_seqs > K_MAX_SEQS ||
+        (int64_t)a->b.n_chunks * a->d.HV > INT32_MAX)
+        return cudaErrorInvalidValue;
+    if (a->b.n_seqs == 0)
+        return cudaSuccess;
+    int32_t body = a->body == K_GDN_AUTO ? pick_body(a) : a->body;
+    cudaError_t e = body == K_GDN_FUSED ? cudaSuccess : launch_prep(a, stream);
+    if (e != cudaSuccess)
+        return e;
+    if (body != K_GDN_PORTABLE)
+        return gdn_delta_hopper(a, body, stream);
+    e = cudaFuncSetAttribute(gdn_chain_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             sizeof(struct chain_smem));
+    if (e != cudaSuccess)
+        return e;
+    gdn_chain_kernel<<<(unsigned)(a->b.n_seqs * a->d.HV * 2), GDN_THREADS,
+                       sizeof(struct chain_smem), stream>>>(*a);
+    return cudaGetLastError();
+}

@@ -1,0 +1,641 @@
+/* The gated delta rule on Hopper: two bodies of the chain of gdn_delta.cu, same bits.
+ *
+ * Formula, operands and the order of every sum are those of gdn_delta.cu; here products are
+ * wgmma with A from registers, tiles come by TMA, 3 stages deep. derived here; ../shared/facts.md.
+ *
+ * split: for few long sequences. After gdn_prep, a block a (sequence, value head, half of V).
+ *   Warpgroup 0 runs the state chain (W, Vn, S) and hands S and Vn, as A operand registers, to
+ *   warpgroup 1 through shared memory; that one makes O, up to a chunk behind; a warp of
+ *   warpgroup 2 loads. Grid N * HV * 2, block 384, shared 215 KB, registers 240 + 216 + 48. Limit: latency of three dependent products
+ *   a chunk.
+ * fused: for many sequences. A block a (sequence, value head). Warpgroup 0 loads, and makes A, P
+ *   and the gates of the chunk ahead into the stage; warpgroups 1 and 2 run chain and output of
+ *   one half of V each. A and P never leave the multiprocessor. Grid N * HV, block 384, shared
+ *   214 KB, registers 88 + 2 * 208. Limit: tensor cores, 2 * 1024 + 512 cycles a chunk.
+ *
+ * A chunk's tail: rows past the sequence's end belong to another request, so they are zeroed in
+ * shared memory after the copy; its rows of O are not stored. */
+#include <cuda.h>
+
+#include "gdn_delta.cuh"
+#include "hopper.cuh"
+
+// ---- kernels
+
+enum { STAGES = 3, SPLIT_THREADS = 384, FUSED_THREADS = 384 };
+
+/* Tensor maps over [T, heads, 128]; boxes of 64 columns x 1 head x 64 tokens. */
+struct gdn_maps {
+    CUtensorMap q, k, v, o;
+};
+
+/* Where a block works. */
+struct hopper_ctx {
+    int h, kh;
+    int tok; /* first token of the sequence in the batch */
+    int len, n_chunks;
+    int64_t unit; /* flat chunk * HV + h of the sequence's first chunk */
+    bf16 *o;      /* token 0, head h */
+    float *S;     /* slot, head h */
+    bool fresh;
+};
+
+__device__ static inline struct hopper_ctx hopper_context(const struct k_gdn_delta *a, int seq,
+                                                          int h)
+{
+    struct hopper_ctx c;
+    c.h = h;
+    c.kh = h / (a->d.HV / a->d.H);
+    c.tok = a->b.cu_seqlens[seq];
+    c.len = a->b.cu_seqlens[seq + 1] - c.tok;
+    c.n_chunks = (c.len + K_CHUNK - 1) / K_CHUNK;
+    c.unit = (int64_t)a->b.seq_first[seq] * a->d.HV + h;
+    c.o = (bf16 *)a->o + ((int64_t)c.tok * a->d.HV + h) * GDN_D;
+    c.S = a->S + ((int64_t)a->b.slots[seq] * a->d.HV + h) * GDN_D * GDN_D;
+    c.fresh = a->b.start[seq] == 0;
+    return c;
+}
+
+__device__ static inline int rows_of(const struct hopper_ctx *c, int chunk)
+{
+    return min(c->len - chunk * K_CHUNK, (int)K_CHUNK);
+}
+
+/* This warpgroup's S^T, [64 V, 128 K]; t: thread of the warpgroup. */
+__device__ static inline float *state_at(const struct hopper_ctx *c, int half, int t)
+{
+    return c->S + (half * 64 + (t >> 5) * 16 + ((t & 31) >> 2)) * GDN_D + 2 * (t & 3);
+}
+
+__device__ static inline void state_load(float S[16][4], const struct hopper_ctx *c, int half,
+                                         int t)
+{
+    const float *p = state_at(c, half, t);
+#pragma unroll
+    for (int nt = 0; nt < 16; nt++) {
+        float2 x = make_float2(0, 0), y = x;
+        if (!c->fresh) {
+            x = *(const float2 *)(p + nt * 8);
+            y = *(const float2 *)(p + nt * 8 + 8 * GDN_D);
+        }
+        S[nt][0] = x.x, S[nt][1] = x.y, S[nt][2] = y.x, S[nt][3] = y.y;
+    }
+}
+
+__device__ static inline void state_store(const float S[16][4], const struct hopper_ctx *c,
+                                          int half, int t)
+{
+    float *p = state_at(c, half, t);
+#pragma unroll
+    for (int nt = 0; nt < 16; nt++) {
+        *(float2 *)(p + nt * 8) = make_float2(S[nt][0], S[nt][1]);
+        *(float2 *)(p + nt * 8 + 8 * GDN_D) = make_float2(S[nt][2], S[nt][3]);
+    }
+}
+
+/* This warp's V^T in accumulator layout: v[np][q] is (tokens 16 np + 8 (q / 2) .., rows
+ * g + 8 (q & 1)). */
+__device__ static inline void value_load(uint32_t v[4][4], uint32_t tile, int warp)
+{
+    int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int np = 0; np < 4; np++)
+        ldsm4_t(v[np], tile + tile_off(np * 16 + (lane >> 4) * 8 + (lane & 7),
+                                       2 * warp + ((lane >> 3) & 1)));
+}
+
+/* f = V^T - eg * x as an A operand; the same arithmetic as gdn_delta.cu's residual. */
+__device__ static inline void residual(uint32_t f[4][4], const float x[8][4],
+                                       const uint32_t v[4][4], const float2 eg[8])
+{
+#pragma unroll
+    for (int np = 0; np < 4; np++)
+#pragma unroll
+        for (int q = 0; q < 4; q++) {
+            const float *w = &x[2 * np + (q >> 1)][2 * (q & 1)];
+            float2 e = eg[2 * np + (q >> 1)];
+            f[np][q] = pack2(fmaf(-e.x, w[0], lo2(v[np][q])), fmaf(-e.y, w[1], hi2(v[np][q])));
+        }
+}
+
+/* The factors of this thread's tokens. */
+__device__ static inline void tokens_load(float2 e[8], const float *by)
+{
+#pragma unroll
+    for (int nt = 0; nt < 8; nt++)
+        e[nt] = *(const float2 *)&by[8 * nt + 2 * (threadIdx.x & 3)];
+}
+
+__device__ static inline void scale_tokens(float x[8][4], const float2 e[8])
+{
+#pragma unroll
+    for (int nt = 0; nt < 8; nt++) {
+        x[nt][0] = __fmul_rn(x[nt][0], e[nt].x), x[nt][1] = __fmul_rn(x[nt][1], e[nt].y);
+        x[nt][2] = __fmul_rn(x[nt][2], e[nt].x), x[nt][3] = __fmul_rn(x[nt][3], e[nt].y);
+    }
+}
+
+__device__ static inline void pack64(uint32_t f[4][4], const float x[8][4])
+{
+#pragma unroll
+    for (int ks = 0; ks < 4; ks++)
+        frag_pack(f[ks], x[2 * ks], x[2 * ks + 1]);
+}
+
+/* O^T of this warpgroup to `tile` as [64 tokens, 64], then n rows to memory: by one bulk copy
+ * that runs on, or row by row when the tile has rows of another sequence. The caller's barrier
+ * is free to use; before `tile` is written again, out_reusable. */
+__device__ static inline void out_store(const float O[8][4], uint8_t *tile, const CUtensorMap *map,
+                                        const struct hopper_ctx *c, int half, int chunk,
+                                        int64_t row, int t, int barrier)
+{
+    int lane = t & 31, warp = t >> 5, n = rows_of(c, chunk);
+    uint32_t base = smem_addr(tile);
+#pragma unroll
+    for (int np = 0; np < 4; np++) {
+        uint32_t r[4];
+        frag_pack(r, O[2 * np], O[2 * np + 1]);
+        stsm4_t(base + tile_off(np * 16 + (lane >> 4) * 8 + (lane & 7),
+                                2 * warp + ((lane >> 3) & 1)),
+                r);
+    }
+    fence_async();
+    group_sync(barrier);
+    if (n == K_CHUNK) {
+        if (t == 0)
+            tma_store3(map, tile, half * 64, c->h, c->tok + chunk * K_CHUNK);
+        return;
+    }
+    bf16 *o = c->o + half * 64 + (int64_t)chunk * K_CHUNK * row;
+    for (int i = t; i < n * 8; i += 128)
+        *(uint4 *)(o + (i >> 3) * row + (i & 7) * 8) =
+            *(const uint4 *)(tile + tile_off(i >> 3, i & 7));
+}
+
+/* All but the `PENDING` newest bulk stores of thread 0 have read their tiles. */
+template <int PENDING> __device__ static inline void out_reusable(int t)
+{
+    if (t == 0)
+        asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+/* Rows n .. 63 of `panels` consecutive tiles become zeros; n_threads threads, this one `t`. */
+__device__ static inline void zero_rows(uint8_t *tiles, int panels, int n, int t, int n_threads)
+{
+    for (int i = t; i < panels * (64 - n) * 8; i += n_threads) {
+        int p = i / ((64 - n) * 8), at = i % ((64 - n) * 8);
+        *(uint4 *)(tiles + p * TILE_BYTES + (n + (at >> 3)) * 128 + (at & 7) * 16) =
+            make_uint4(0, 0, 0, 0);
+    }
+}
+
+/* ---- split */
+
+struct split_stage {
+    uint8_t K[2 * TILE_BYTES];
+    uint8_t Q[2 * TILE_BYTES];
+    uint8_t V[TILE_BYTES];
+    uint8_t A[TILE_BYTES];
+    uint8_t P[TILE_BYTES];
+};
+
+struct split_smem {
+    struct split_stage stage[STAGES];
+    uint4 sb[8][128];                          /* S as A operand, thread by thread */
+    uint4 vb[4][128];                          /* Vn likewise */
+    uint8_t out[2][TILE_BYTES];                /* O on its way to memory */
+    __align__(16) float gates[STAGES][128];
+    uint64_t full[STAGES];     /* 1 arrival and the copy's bytes */
+    uint64_t clean[STAGES];    /* 1 warp: tail rows are zeroed; used by the last chunk alone */
+    uint64_t empty[STAGES];    /* 8 warps: state and output are done with the stage */
+    uint64_t sb_full, sb_free; /* 4 warps each */
+    uint64_t vb_full, vb_free;
+};
+
+__device__ static inline void split_load(const struct k_gdn_delta *a, const struct gdn_maps *m,
+                                         const struct hopper_ctx *c, struct split_smem *s,
+                                         int half, int chunk)
+{
+    int i = chunk % STAGES, t = c->tok + chunk * K_CHUNK;
+    struct split_stage *st = &s->stage[i];
+    const struct gdn_unit *u =
+        (const struct gdn_unit *)a->work + c->unit + (int64_t)chunk * a->d.HV;
+    mbar_expect(&s->full[i], sizeof(struct split_stage) + sizeof u->gates);
+    tma_load3(st->K, &m->k, &s->full[i], 0, c->kh, t);
+    tma_load3(st->K + TILE_BYTES, &m->k, &s->full[i], 64, c->kh, t);
+    tma_load3(st->V, &m->v, &s->full[i], half * 64, c->h, t);
+    bulk_load(st->A, u->A, TILE_BYTES, &s->full[i]);
+    bulk_load(s->gates[i], u->gates, sizeof u->gates, &s->full[i]);
+    tma_load3(st->Q, &m->q, &s->full[i], 0, c->kh, t);
+    tma_load3(st->Q + TILE_BYTES, &m->q, &s->full[i], 64, c->kh, t);
+    bulk_load(st->P, u->P, TILE_BYTES, &s->full[i]);
+}
+
+/* The ninth warp. */
+__device__ static inline void split_producer(const struct k_gdn_delta *a,
+                                             const struct gdn_maps *m,
+                                             const struct hopper_ctx *c, struct split_smem *s,
+                                             int half, int lane)
+{
+    for (int i = 0; i < c->n_chunks; i++) {
+        if (i >= STAGES)
+            mbar_wait(&s->empty[i % STAGES], (i / STAGES - 1) & 1);
+        if (lane == 0)
+            split_load(a, m, c, s, half, i);
+    }
+    int last = c->n_chunks - 1, n = rows_of(c, last);
+    if (n == K_CHUNK)
+        return;
+    struct split_stage *st = &s->stage[last % STAGES];
+    mbar_wait(&s->full[last % STAGES], (last / STAGES) & 1);
+    zero_rows(st->K, 5, n, lane, 32);
+    fence_async();
+    mbar_arrive_warp(&s->clean[last % STAGES]);
+}
+
+/* Waits for chunk i's tiles. */
+__device__ static inline void split_wait(const struct hopper_ctx *c, struct split_smem *s, int i)
+{
+    mbar_wait(&s->full[i % STAGES], (i / STAGES) & 1);
+    if (rows_of(c, i) < K_CHUNK)
+        mbar_wait(&s->clean[i % STAGES], 0);
+}
+
+/* What the state chain reads of a chunk besides its products' tiles. */
+struct chunk_regs {
+    uint32_t v[4][4];
+    float2 eg[8], el[8];
+    float last;
+};
+
+__device__ static inline void chunk_load(struct chunk_regs *r, const struct split_stage *st,
+                                         const float *gates, int warp)
+{
+    value_load(r->v, smem_addr(st->V), warp);
+    tokens_load(r->eg, gates);
+    tokens_load(r->el, gates + 64);
+    r->last = gates[63];
+}
+
+__device__ static inline void split_state(const struct hopper_ctx *c, struct split_smem *s,
+                                          int half, int t)
+{
+    float S[16][4];
+    struct chunk_regs r;
+    state_load(S, c, half, t);
+    if (c->n_chunks > 0) {
+        split_wait(c, s, 0);
+        chunk_load(&r, &s->stage[0], s->gates[0], t >> 5);
+    }
+    int j = 0; /* stage of chunk i */
+    for (int i = 0; i < c->n_chunks; i++) {
+        struct split_stage *st = &s->stage[j];
+        uint32_t sb[8][4];
+#pragma unroll
+        for (int ks = 0; ks < 8; ks++)
+            frag_pack(sb[ks], S[2 * ks], S[2 * ks + 1]);
+        float x[8][4];
+        wg_fence();
+        wg_kmajor<8>(x, sb, smem_addr(st->K), 0);
+        wg_commit();
+        if (i > 0)
+            mbar_wait(&s->sb_free, (i - 1) & 1);
+#pragma unroll
+        for (int ks = 0; ks < 8; ks++)
+            s->sb[ks][t] = make_uint4(sb[ks][0], sb[ks][1], sb[ks][2], sb[ks][3]);
+        mbar_arrive_warp(&s->sb_full);
+#pragma unroll
+        for (int k = 0; k < 64; k++)
+            S[k >> 2][k & 3] = __fmul_rn(S[k >> 2][k & 3], r.last);
+        uint32_t f[4][4];
+        wg_wait<0>();
+        wg_pin<8>(x);
+        residual(f, x, r.v, r.eg);
+        wg_fence();
+        wg_kmajor<4>(x, f, smem_addr(st->A), 0);
+        wg_commit();
+        if (i > 0)
+            mbar_wait(&s->vb_free, (i - 1) & 1);
+        wg_wait<0>();
+        wg_pin<8>(x);
+        uint32_t vn[4][4];
+        pack64(vn, x);
+        scale_tokens(x, r.el);
+        pack64(f, x);
+        wg_fence();
+        wg_nmajor(S, f, smem_addr(st->K));
+        wg_commit();
+#pragma unroll
+        for (int ks = 0; ks < 4; ks++)
+            s->vb[ks][t] = make_uint4(vn[ks][0], vn[ks][1], vn[ks][2], vn[ks][3]);
+        mbar_arrive_warp(&s->vb_full);
+        int next = j == STAGES - 1 ? 0 : j + 1;
+        if (i + 1 < c->n_chunks) {
+            split_wait(c, s, i + 1);
+            chunk_load(&r, &s->stage[next], s->gates[next], t >> 5);
+        }
+        wg_wait<0>();
+        wg_pin<16>(S);
+        mbar_arrive_warp(&s->empty[j]);
+        j = next;
+    }
+    state_store(S, c, half, t);
+}
+
+__device__ static inline void frags_read(uint32_t f[4], const uint4 *p)
+{
+    uint4 u = *p;
+    f[0] = u.x, f[1] = u.y, f[2] = u.z, f[3] = u.w;
+}
+
+__device__ static inline void split_output(const struct k_gdn_delta *a,
+                                           const struct gdn_maps *m, const struct hopper_ctx *c,
+                                           struct split_smem *s, int half, int t)
+{
+    int j = 0; /* stage of chunk i */
+    for (int i = 0; i < c->n_chunks; i++) {
+        struct split_stage *st = &s->stage[j];
+        uint32_t sb[8][4], vn[4][4];
+        float2 e[8];
+        split_wait(c, s, i);
+        tokens_load(e, s->gates[j]);
+        mbar_wait(&s->sb_full, i & 1);
+#pragma unroll
+        for (int ks = 0; ks < 8; ks++)
+            frags_read(sb[ks], &s->sb[ks][t]);
+        mbar_arrive_warp(&s->sb_free);
+        float O[8][4];
+        wg_fence();
+        wg_kmajor<8>(O, sb, smem_addr(st->Q), 0);
+        wg_commit();
+        wg_wait<0>();
+        wg_pin<8>(O);
+        scale_tokens(O, e);
+        mbar_wait(&s->vb_full, i & 1);
+#pragma unroll
+        for (int ks = 0; ks < 4; ks++)
+            frags_read(vn[ks], &s->vb[ks][t]);
+        mbar_arrive_warp(&s->vb_free);
+        wg_fence();
+        wg_kmajor<4>(O, vn, smem_addr(st->P), 1);
+        wg_commit();
+        out_reusable<1>(t);
+        group_sync(2);
+        wg_wait<0>();
+        wg_pin<8>(O);
+        mbar_arrive_warp(&s->empty[j]);
+        out_store(O, s->out[i & 1], &m->o, c, half, i, (int64_t)a->d.HV * GDN_D, t, 1);
+        j = j == STAGES - 1 ? 0 : j + 1;
+    }
+    out_reusable<0>(t);
+}
+
+__global__ static void __launch_bounds__(SPLIT_THREADS, 1)
+    gdn_split_kernel(struct k_gdn_delta a, const __grid_constant__ struct gdn_maps maps)
+{
+    extern __shared__ __align__(1024) uint8_t raw[];
+    struct split_smem *s = (struct split_smem *)raw;
+    int warp = threadIdx.x >> 5, half = blockIdx.x & 1;
+    struct hopper_ctx c = hopper_context(&a, a.b.seq_order[(blockIdx.x >> 1) / a.d.HV],
+                                         (blockIdx.x >> 1) % a.d.HV);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            mbar_init(&s->full[i], 1);
+            mbar_init(&s->clean[i], 1);
+            mbar_init(&s->empty[i], 8);
+        }
+        mbar_init(&s->sb_full, 4);
+        mbar_init(&s->sb_free, 4);
+        mbar_init(&s->vb_full, 4);
+        mbar_init(&s->vb_free, 4);
+        fence_async();
+    }
+    __syncthreads();
+    if (warp < 4) {
+        reg_alloc<240>();
+        split_state(&c, s, half, threadIdx.x);
+    } else if (warp < 8) {
+        reg_alloc<216>();
+        split_output(&a, &maps, &c, s, half, threadIdx.x - 128);
+    } else {
+        reg_dealloc<48>();
+        if (warp == 8 && c.n_chunks > 0)
+            split_producer(&a, &maps, &c, s, half, threadIdx.x & 31);
+    }
+}
+
+/* ---- fused */
+
+struct fused_stage {
+    uint8_t K[2 * TILE_BYTES];
+    uint8_t Q[2 * TILE_BYTES];
+    uint8_t V[2][TILE_BYTES]; /* a half of V each; then O */
+    uint8_t A[TILE_BYTES];
+    uint8_t P[TILE_BYTES];
+};
+
+struct fused_smem {
+    struct fused_stage stage[STAGES];
+    struct solve_smem solve;
+    __align__(16) float gates[STAGES][128];
+    uint64_t full[STAGES];  /* 1 arrival and the copy's bytes */
+    uint64_t ready[STAGES]; /* 4 warps: A, P, gates written, tail rows zeroed */
+    uint64_t empty[STAGES]; /* 8 warps */
+};
+
+__device__ static inline void fused_load(const struct gdn_maps *m, const struct hopper_ctx *c,
+                                         struct fused_smem *s, int chunk)
+{
+    int i = chunk % STAGES, t = c->tok + chunk * K_CHUNK;
+    struct fused_stage *st = &s->stage[i];
+    mbar_expect(&s->full[i], 6 * TILE_BYTES);
+    tma_load3(st->K, &m->k, &s->full[i], 0, c->kh, t);
+    tma_load3(st->K + TILE_BYTES, &m->k, &s->full[i], 64, c->kh, t);
+    tma_load3(st->Q, &m->q, &s->full[i], 0, c->kh, t);
+    tma_load3(st->Q + TILE_BYTES, &m->q, &s->full[i], 64, c->kh, t);
+    tma_load3(st->V[0], &m->v, &s->full[i], 0, c->h, t);
+    tma_load3(st->V[1], &m->v, &s->full[i], 64, c->h, t);
+}
+
+/* Warpgroup 0: loads two chunks ahead, prepares one ahead. */
+__device__ static inline void fused_prep(const struct k_gdn_delta *a, const struct gdn_maps *m,
+                                         const struct hopper_ctx *c, struct fused_smem *s, int t)
+{
+    int warp = t >> 5;
+    for (int i = 0; i < STAGES; i++)
+        for (int j = t; j < 2 * TILE_BYTES / 16; j += 128)
+            ((uint4 *)s->stage[i].A)[j] = make_uint4(0, 0, 0, 0);
+    const float *g = a->g + (int64_t)c->tok * a->d.HV + c->h;
+    const float *beta = a->beta + (int64_t)c->tok * a->d.HV + c->h;
+    if (t == 0)
+        for (int i = 0; i < 2 && i < c->n_chunks; i++)
+            fused_load(m, c, s, i);
+    struct gate_regs next = gates_load(g, beta, a->d.HV, rows_of(c, 0));
+    group_sync(1);
+    for (int i = 0; i < c->n_chunks; i++) {
+        int n = rows_of(c, i), j = i % STAGES;
+        struct fused_stage *st = &s->stage[j];
+        struct gate_regs now = next;
+        if (i + 1 < c->n_chunks)
+            next = gates_load(g + (int64_t)(i + 1) * K_CHUNK * a->d.HV,
+                              beta + (int64_t)(i + 1) * K_CHUNK * a->d.HV, a->d.HV,
+                              rows_of(c, i + 1));
+        mbar_wait(&s->full[j], (i / STAGES) & 1);
+        if (n < K_CHUNK) {
+            zero_rows(st->K, 6, n, t, 128);
+            fence_async();
+            group_sync(1);
+        }
+        prep_chunk(&s->solve, warp, now, smem_addr(st->K), smem_addr(st->Q), smem_addr(st->A),
+                   smem_addr(st->P), s->gates[j], 1);
+        fence_async();
+        mbar_arrive_warp(&s->ready[j]);
+        if (t == 0 && i + 2 < c->n_chunks) {
+            if (i > 0)
+                mbar_wait(&s->empty[(i + 2) % STAGES], ((i + 2) / STAGES - 1) & 1);
+            fused_load(m, c, s, i + 2);
+        }
+    }
+}
+
+/* Warpgroups 1 and 2: chain and output of one half of V. */
+__device__ static inline void fused_chain(const struct k_gdn_delta *a, const struct gdn_maps *m,
+                                          const struct hopper_ctx *c, struct fused_smem *s,
+                                          int half, int t)
+{
+    float S[16][4];
+    state_load(S, c, half, t);
+    for (int i = 0; i < c->n_chunks; i++) {
+        int j = i % STAGES;
+        struct fused_stage *st = &s->stage[j];
+        const float *eg = s->gates[j], *el = eg + 64;
+        uint32_t sb[8][4], f[4][4];
+#pragma unroll
+        for (int ks = 0; ks < 8; ks++)
+            frag_pack(sb[ks], S[2 * ks], S[2 * ks + 1]);
+        mbar_wait(&s->ready[j], (i / STAGES) & 1);
+        mbar_wait(&s->full[j], (i / STAGES) & 1);
+        float x[8][4], O[8][4];
+        wg_fence();
+        wg_kmajor<8>(x, sb, smem_addr(st->K), 0);
+        wg_commit();
+        wg_kmajor<8>(O, sb, smem_addr(st->Q), 0);
+        wg_commit();
+        uint32_t v[4][4];
+        float2 e[8];
+        value_load(v, smem_addr(st->V[half]), t >> 5);
+        tokens_load(e, eg);
+        wg_wait<1>();
+        wg_pin<8>(x);
+        residual(f, x, v, e);
+        wg_fence();
+        wg_kmajor<4>(x, f, smem_addr(st->A), 0);
+        wg_commit();
+        float last = eg[63];
+#pragma unroll
+        for (int k = 0; k < 64; k++)
+            S[k >> 2][k & 3] = __fmul_rn(S[k >> 2][k & 3], last);
+        wg_wait<1>();
+        wg_pin<8>(O);
+        scale_tokens(O, e);
+        tokens_load(e, el);
+        wg_wait<0>();
+        wg_pin<8>(x);
+        uint32_t vn[4][4];
+        pack64(vn, x);
+        scale_tokens(x, e);
+        pack64(f, x);
+        wg_fence();
+        wg_kmajor<4>(O, vn, smem_addr(st->P), 1);
+        wg_commit();
+        wg_nmajor(S, f, smem_addr(st->K));
+        wg_commit();
+        wg_wait<1>();
+        wg_pin<8>(O);
+        out_store(O, st->V[half], &m->o, c, half, i, (int64_t)a->d.HV * GDN_D, t, 2 + half);
+        wg_wait<0>();
+        wg_pin<16>(S);
+        out_reusable<0>(t);
+        fence_async();
+        mbar_arrive_warp(&s->empty[j]);
+    }
+    state_store(S, c, half, t);
+}
+
+__global__ static void __launch_bounds__(FUSED_THREADS, 1)
+    gdn_fused_kernel(struct k_gdn_delta a, const __grid_constant__ struct gdn_maps maps)
+{
+    extern __shared__ __align__(1024) uint8_t raw[];
+    struct fused_smem *s = (struct fused_smem *)raw;
+    int group = threadIdx.x >> 7, t = threadIdx.x & 127;
+    struct hopper_ctx c =
+        hopper_context(&a, a.b.seq_order[blockIdx.x / a.d.HV], blockIdx.x % a.d.HV);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            mbar_init(&s->full[i], 1);
+            mbar_init(&s->ready[i], 4);
+            mbar_init(&s->empty[i], 8);
+        }
+        fence_async();
+    }
+    __syncthreads();
+    if (group == 0) {
+        reg_dealloc<88>();
+        if (c.n_chunks > 0)
+            fused_prep(&a, &maps, &c, s, t);
+    } else {
+        reg_alloc<208>();
+        fused_chain(&a, &maps, &c, s, group - 1, t);
+    }
+}
+
+// ---- launchers
+
+typedef CUresult (*encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
+                              const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
+                              const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
+                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+/* Rows past T read as zeros. */
+static bool make_map(encode_fn encode, CUtensorMap *m, const void *p, int32_t n_tokens,
+                     int32_t heads)
+{
+    cuuint64_t dims[3] = {GDN_D, (cuuint64_t)heads, (cuuint64_t)n_tokens};
+    cuuint64_t strides[2] = {GDN_D * 2, (cuuint64_t)heads * GDN_D * 2};
+    cuuint32_t box[3] = {64, 1, K_CHUNK}, step[3] = {1, 1, 1};
+    return encode(m, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void *)p, dims, strides, box, step,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+cudaError_t gdn_delta_hopper(const struct k_gdn_delta *a, int32_t body, cudaStream_t stream)
+{
+    void *fn = NULL;
+    cudaDriverEntryPointQueryResult found;
+    cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &fn, 12000,
+                                                     cudaEnableDefault, &found);
+    if (e != cudaSuccess || found != cudaDriverEntryPointSuccess)
+        return e != cudaSuccess ? e : cudaErrorNotSupported;
+    struct gdn_maps m;
+    int32_t T = a->b.n_tokens > 0 ? a->b.n_tokens : 1;
+    if (!make_map((encode_fn)fn, &m.q, a->q, T, a->d.H) ||
+        !make_map((encode_fn)fn, &m.k, a->k, T, a->d.H) ||
+        !make_map((encode_fn)fn, &m.v, a->v, T, a->d.HV) ||
+        !make_map((encode_fn)fn, &m.o, a->o, T, a->d.HV))
+        return cudaErrorInvalidValue;
+    bool split = body == K_GDN_SPLIT;
+    size_t smem = split ? sizeof(struct split_smem) : sizeof(struct fused_smem);
+    e = split ? cudaFuncSetAttribute(gdn_split_kernel,
+                                     cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem)
+              : cudaFuncSetAttribute(gdn_fused_kernel,
+                                     cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
+    if (e != cudaSuccess)
+        return e;
+    unsigned blocks = (unsigned)(a->b.n_seqs * a->d.HV);
+    if (split)
+        gdn_split_kernel<<<blocks * 2, SPLIT_THREADS, smem, stream>>>(*a, m);
+    else
+        gdn_fused_kernel<<<blocks, FUSED_THREADS, smem, stream>>>(*a, m);
+    return cudaGetLastError();
+}

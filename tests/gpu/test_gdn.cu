@@ -1,0 +1,182 @@
+/* Tests of k_gdn_delta: every body against an f64 recurrence (itself checked against a host
+ * loop), with poisoned outputs, workspace and slots; and bits: between bodies, alone against in
+ * a batch, cut at multiples of 64. `small` as first argument: sizes for compute-sanitizer. */
+#include "gdn_case.cuh"
+
+/* Six roundings to bf16 on the way to an output (S, R, A, Vn, P, O), each 2^-9 / sqrt(3) rms =
+ * 1.13e-3: 2.8e-3 together; twice that, as correlated errors add up. */
+static const double TOL_OUT = 5.6e-3;
+/* A state sums many such terms: R, A, Vn roundings, the same bound. */
+static const double TOL_STATE = 5.6e-3;
+
+static struct k_device dev;
+static std::vector<int> bodies;
+
+static void check_case(const char *name, int H, int HV, const std::vector<int> &lens, int gates,
+                       uint64_t seed, float common = 0)
+{
+    gdn_case c;
+    c.make(H, HV, lens, gates, seed, common);
+    std::vector<double> o_ref, S_ref;
+    c.reference(&o_ref, &S_ref);
+    size_t slot_n = (size_t)HV * 16384;
+    std::vector<bf16> first_o;
+    std::vector<std::vector<float>> first_s;
+    for (int body : bodies) {
+        c.run(&dev, body);
+        std::vector<bf16> o = c.o.get(0, o_ref.size());
+        std::vector<std::vector<float>> s;
+        double worst_s = 0;
+        for (size_t i = 0; i < lens.size(); i++) {
+            s.push_back(c.state((int)i));
+            std::vector<double> want(S_ref.begin() + i * slot_n, S_ref.begin() + (i + 1) * slot_n);
+            double e = rel_error(s.back(), want);
+            worst_s = e > worst_s || e != e ? e : worst_s;
+        }
+        double e = rel_error(o, o_ref);
+        result(e <= TOL_OUT && worst_s <= TOL_STATE, "%s %d/%d %s: out %.2e state %.2e", name, H,
+               HV, body_name(body), e, worst_s);
+        if (body == bodies[0]) {
+            first_o = o, first_s = s;
+            continue;
+        }
+        size_t diff = 0;
+        for (size_t i = 0; i < o.size(); i++)
+            diff += memcmp(&o[i], &first_o[i], 2) != 0;
+        bool same_s = true;
+        for (size_t i = 0; i < s.size(); i++)
+            same_s &= memcmp(s[i].data(), first_s[i].data(), s[i].size() * 4) == 0;
+        result(diff == 0 && same_s, "%s %d/%d %s: same bits as %s (%zu of %zu differ, state %s)",
+               name, H, HV, body_name(body), body_name(bodies[0]), diff, o.size(),
+               same_s ? "same" : "differs");
+    }
+}
+
+/* Sequence 1 of a batch, alone and cut into two pieces at `cut`, must give the same bits. */
+static void check_bits(int body, int cut)
+{
+    const int H = 2, HV = 4;
+    gdn_case all;
+    all.make(H, HV, {70, 300, 5, 129}, 1, 11);
+    all.run(&dev, body);
+    size_t t0 = 70, n = 300, rq = H * 128, rv = HV * 128;
+    std::vector<bf16> want = all.o.get(t0 * rv, n * rv);
+    std::vector<float> want_s = all.state(1);
+
+    gdn_case one;
+    one.make(H, HV, {cut, (int)n - cut}, 1, 99);
+    std::vector<int> pieces = cut ? std::vector<int>{cut, (int)n - cut} : std::vector<int>{(int)n};
+    size_t at = 0;
+    std::vector<bf16> got;
+    std::vector<float> state = all.S0.get((size_t)all.slot[1] * HV * 16384, HV * 16384);
+    for (int len : pieces) {
+        one.make(H, HV, {3, len}, 1, 55);
+        auto copy = [&](auto &dst, auto &src, size_t row) {
+            CU(cudaMemcpy(dst.p + 3 * row, src.p + (t0 + at) * row, len * row * sizeof(*dst.p),
+                          cudaMemcpyDeviceToDevice));
+        };
+        copy(one.q, all.q, rq), copy(one.k, all.k, rq), copy(one.v, all.v, rv);
+        copy(one.g, all.g, HV), copy(one.beta, all.beta, HV);
+        CU(cudaMemcpy(one.S0.p + (size_t)one.slot[1] * HV * 16384, state.data(),
+                      state.size() * 4, cudaMemcpyHostToDevice));
+        one.run(&dev, body);
+        std::vector<bf16> o = one.o.get(3 * rv, len * rv);
+        got.insert(got.end(), o.begin(), o.end());
+        state = one.state(1);
+        at += len;
+    }
+    bool ok = memcmp(got.data(), want.data(), want.size() * 2) == 0 &&
+              memcmp(state.data(), want_s.data(), state.size() * 4) == 0;
+    result(ok, "bits %s: in a batch = elsewhere, cut at %d", body_name(body), cut);
+}
+
+/* NaN in one request must not reach its neighbours. */
+static void check_isolation(int body)
+{
+    gdn_case c;
+    c.make(2, 4, {70, 65, 100}, 0, 21);
+    c.run(&dev, body);
+    std::vector<bf16> want = c.o.get(0, 235 * 512);
+    CU(cudaMemset(c.k.p + 70 * 256, 0xff, 65 * 256 * 2));
+    CU(cudaMemset(c.q.p + 70 * 256, 0xff, 65 * 256 * 2));
+    CU(cudaMemset(c.v.p + 70 * 512, 0xff, 65 * 512 * 2));
+    CU(cudaMemset(c.g.p + 70 * 4, 0xff, 65 * 4 * 4));
+    c.run(&dev, body);
+    std::vector<bf16> got = c.o.get(0, 235 * 512);
+    bool ok = memcmp(got.data(), want.data(), 70 * 512 * 2) == 0 &&
+              memcmp(got.data() + 135 * 512, want.data() + 135 * 512, 100 * 512 * 2) == 0;
+    result(ok, "isolation %s: NaN in one request stays there", body_name(body));
+}
+
+/* The f64 kernel against a host loop, so that the reference is not its own witness. */
+static void check_reference(void)
+{
+    gdn_case c;
+    c.make(1, 2, {5, 9}, 0, 3);
+    std::vector<double> o_ref, S_ref;
+    c.reference(&o_ref, &S_ref);
+    auto q = c.q.get(), k = c.k.get(), v = c.v.get();
+    auto g = c.g.get(), beta = c.beta.get();
+    double worst = 0;
+    for (int h = 0; h < 2; h++)
+        for (int seq = 0, t = 0; seq < 2; seq++) {
+            std::vector<double> S(16384, 0.0); /* [V][K] */
+            if (seq == 1) {
+                auto s0 = c.S0.get(((size_t)c.slot[1] * 2 + h) * 16384, 16384);
+                for (int i = 0; i < 16384; i++)
+                    S[i] = s0[i];
+            }
+            for (int n = 0; n < c.lens[seq]; n++, t++)
+                for (int x = 0; x < 128; x++) {
+                    double r = 0, o = 0, e = exp((double)g[t * 2 + h]);
+                    for (int i = 0; i < 128; i++)
+                        r += e * S[x * 128 + i] * (float)k[t * 128 + i];
+                    double d = beta[t * 2 + h] * ((float)v[(t * 2 + h) * 128 + x] - r);
+                    for (int i = 0; i < 128; i++) {
+                        S[x * 128 + i] = e * S[x * 128 + i] + d * (float)k[t * 128 + i];
+                        o += S[x * 128 + i] * (float)q[t * 128 + i];
+                    }
+                    worst = fmax(worst, fabs(o - o_ref[(t * 2 + h) * 128 + x]));
+                }
+        }
+    result(worst < 1e-12, "f64 reference kernel against a host loop: %.1e", worst);
+}
+
+int main(int argc, char **argv)
+{
+    bool small = argc > 1 && strcmp(argv[1], "small") == 0;
+    if (!gpu_open("test_gdn", &dev))
+        return 0;
+    bodies = {K_GDN_PORTABLE};
+    if (dev.cc == 90)
+        bodies = {K_GDN_PORTABLE, K_GDN_SPLIT, K_GDN_FUSED};
+    check_reference();
+    check_case("T=1", 1, 1, {1}, 0, 1);
+    check_case("T=65", 1, 1, {65}, 0, 4);
+    check_case("130+20+300", 1, 2, {130, 20, 300}, 0, 5);
+    if (!small) {
+        check_case("T=63", 1, 1, {63}, 0, 2);
+        check_case("T=64", 1, 1, {64}, 0, 3);
+        check_case("empties", 1, 2, {0, 5, 0, 64, 128, 1, 0}, 1, 6);
+        check_case("r=3", 2, 6, {200, 77}, 1, 7);
+        check_case("r=4", 1, 4, {200, 77}, 0, 8);
+        check_case("no decay, beta near 1, correlated keys", 1, 2, {2048}, 2, 9, 3.0f);
+        check_case("decays 0 and -100", 1, 2, {1000, 30}, 3, 10);
+        check_case("16/32 mix", 16, 32, {1713, 640, 64, 3, 2900, 128, 2744}, 0, 12);
+        check_case("16/48", 16, 48, {500, 300}, 1, 13);
+        std::vector<int> many(4096);
+        for (int i = 0; i < 4096; i++)
+            many[i] = 1 + i % 3;
+        check_case("4096 sequences", 1, 1, many, 0, 14);
+        check_case("1x8192 fast", 16, 32, {8192}, 0, 15);
+        check_case("1x8192 slow", 16, 32, {8192}, 1, 16);
+    }
+    for (int body : bodies) {
+        check_isolation(body);
+        for (int cut : {0, 64, 192, 256})
+            if (!small || cut == 64)
+                check_bits(body, cut);
+    }
+    printf("%s test_gdn: %d failed\n", n_failed ? "FAIL" : "pass", n_failed);
+    return n_failed != 0;
+}
