@@ -18,9 +18,9 @@
 struct tokenizer;
 
 /* Reads tokenizer.json at path, and the files beside it that struct tokenizer_info is from.
- * Returns 0 and *out, freed with tokenizer_free; or ERR_IO, ERR_INVALID (not what such a file
- * holds), ERR_UNSUPPORTED (a part that prefilld does not do), ERR_TOO_LARGE, ERR_NOMEM, with the
- * field in *e (may be NULL). */
+ * Returns 0 and *out, freed with tokenizer_free; or ERR_NOT_FOUND, ERR_IO, ERR_INVALID (not what
+ * such a file holds), ERR_UNSUPPORTED (a part that prefilld does not do), ERR_TOO_LARGE, ERR_NOMEM,
+ * with the field in *e (may be NULL). */
 int tokenizer_load(const char *path, struct tokenizer **out, struct errmsg *e);
 void tokenizer_free(struct tokenizer *t); /* NULL is legal */
 
@@ -30,8 +30,8 @@ void tokenizer_free(struct tokenizer *t); /* NULL is legal */
  * special tokens in the text are recognised; no id is added before or after.
  * *ids (caller frees with free(); NULL when there are none) and *n_ids are set on success.
  * max_ids > 0 bounds the answer: ERR_TOO_LARGE as soon as it is certain that there are more, before
- * the rest is looked at. Also ERR_INVALID: not UTF-8, with the offset; ERR_NOMEM. The time is
- * O(len log len) at most, whatever the text; the memory at most 29 bytes for each of text. */
+ * the rest is looked at. Also ERR_INVALID: not UTF-8, with the offset; ERR_NOMEM. Time is
+ * O(len log len) and memory O(len), whatever the text. */
 int tokenizer_encode(const struct tokenizer *t, const char *text, size_t len, int32_t max_ids,
                      int32_t **ids, int32_t *n_ids, struct errmsg *e);
 

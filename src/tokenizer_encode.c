@@ -1,0 +1,95 @@
+/* Text to ids: added tokens in the raw text; each stretch between them in NFC by itself; each split
+ * by itself; each piece merged. The order is the reference's, and it shows in the ids. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "tokenizer_internal.h"
+
+/* Offsets in a piece are 32 bits, and NFC makes at most three bytes of one. */
+#define MAX_TEXT_BYTES ((size_t)1 << 30)
+
+/* One call of tokenizer_encode. */
+struct encoding {
+    const struct tokenizer *t;
+    size_t max_ids;
+    struct id_list ids;
+    struct nfc_scratch nfc;
+    struct bpe_scratch bpe;
+};
+
+/* A piece is at least so many ids. */
+static size_t least_ids(const struct bpe *b, size_t piece_bytes)
+{
+    return (piece_bytes + b->max_made_bytes - 1) / b->max_made_bytes;
+}
+
+static int encode_stretch(struct encoding *x, const char *text, size_t len)
+{
+    const struct tokenizer *t = x->t;
+    const char *nfc;
+    size_t nfc_len;
+
+    if (nfc_normalize(&t->chars, &x->nfc, text, len, &nfc, &nfc_len) != 0)
+        return ERR_NOMEM;
+    const unsigned char *p = (const unsigned char *)nfc;
+    const unsigned char *end = p + nfc_len;
+    while (p < end) {
+        size_t n = split_next(&t->chars, t->family, p, end);
+        if (least_ids(&t->bpe, n) > x->max_ids - x->ids.n)
+            return ERR_TOO_LARGE;
+        int code = bpe_encode(&t->bpe, &x->bpe, p, n, &x->ids);
+        if (code != 0)
+            return code;
+        if (x->ids.n > x->max_ids)
+            return ERR_TOO_LARGE;
+        p += n;
+    }
+    return 0;
+}
+
+static int encode_text(struct encoding *x, const char *text, size_t len)
+{
+    const struct added_set *added = &x->t->added;
+    size_t done = 0, at;
+    ptrdiff_t found;
+
+    while ((found = added_set_find(added, text, len, done, &at)) >= 0) {
+        int code = encode_stretch(x, text + done, at - done);
+        if (code != 0)
+            return code;
+        if (x->ids.n == x->max_ids)
+            return ERR_TOO_LARGE;
+        if (id_list_reserve(&x->ids, 1) != 0)
+            return ERR_NOMEM;
+        x->ids.ids[x->ids.n++] = added->tokens[found].id;
+        done = at + added->tokens[found].len;
+    }
+    return encode_stretch(x, text + done, len - done);
+}
+
+int tokenizer_encode(const struct tokenizer *t, const char *text, size_t len, int32_t max_ids,
+                     int32_t **ids, int32_t *n_ids, struct errmsg *e)
+{
+    struct encoding x = {.t = t, .max_ids = max_ids > 0 ? (size_t)max_ids : INT32_MAX};
+    size_t bad_at;
+
+    *ids = NULL;
+    *n_ids = 0;
+    if (len > MAX_TEXT_BYTES)
+        return errmsg_set(e, ERR_TOO_LARGE, "text has %zu bytes, at most %zu are accepted", len,
+                          MAX_TEXT_BYTES);
+    if (!utf8_is_valid(text, len, &bad_at))
+        return errmsg_set(e, ERR_INVALID, "text is not UTF-8 at byte %zu", bad_at);
+    int code = encode_text(&x, text, len);
+    nfc_scratch_fini(&x.nfc);
+    bpe_scratch_fini(&x.bpe);
+    if (code != 0) {
+        free(x.ids.ids);
+        if (code == ERR_TOO_LARGE)
+            return errmsg_set(e, code, "text has more than %zu tokens", x.max_ids);
+        return errmsg_set(e, code, "no memory to tokenize %zu bytes", len);
+    }
+    *ids = x.ids.ids;
+    *n_ids = (int32_t)x.ids.n;
+    return 0;
+}

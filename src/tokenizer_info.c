@@ -1,0 +1,177 @@
+/* What GET /tokenizer_info answers, from the files beside tokenizer.json. */
+#include <jansson.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tokenizer_internal.h"
+
+#define MAX_FILE_BYTES ((size_t)16 << 20)
+
+/* Reads dir/name. Not there: 0, and out stays empty. */
+static int read_beside(const char *dir, const char *name, struct buf *out, struct errmsg *e)
+{
+    struct buf path;
+    buf_init(&path);
+    buf_adds(&path, dir);
+    buf_adds(&path, name);
+    int code = ERR_NOMEM;
+    if (buf_cstr(&path))
+        code = tokenizer_read_file(path.data, MAX_FILE_BYTES, out, e);
+    buf_fini(&path);
+    return code == ERR_NOT_FOUND ? 0 : code;
+}
+
+/* Reads the object in dir/name. Not there: 0, and *object is NULL. */
+static int read_object(const char *dir, const char *name, json_t **object, struct errmsg *e)
+{
+    json_error_t error;
+    struct buf text;
+
+    *object = NULL;
+    buf_init(&text);
+    int code = read_beside(dir, name, &text, e);
+    if (code == 0 && text.data) {
+        *object = json_loadb(text.data, text.len, 0, &error);
+        if (!*object)
+            code = errmsg_set(e, ERR_INVALID, "%s: line %d: %s", name, error.line, error.text);
+        else if (!json_is_object(*object))
+            code = errmsg_set(e, ERR_INVALID, "%s is no JSON object", name);
+    }
+    buf_fini(&text);
+    return code;
+}
+
+static int copy_text(char **out, const char *text, size_t len)
+{
+    *out = malloc(len + 1);
+    if (!*out)
+        return ERR_NOMEM;
+    memcpy(*out, text, len);
+    (*out)[len] = '\0';
+    return 0;
+}
+
+static int copy_string(char **out, const json_t *value)
+{
+    return copy_text(out, json_string_value(value), json_string_length(value));
+}
+
+/* A token in tokenizer_config.json is a string or an object with its content. */
+static int take_token(char **out, const json_t *value)
+{
+    if (json_is_object(value))
+        value = json_object_get(value, "content");
+    return json_is_string(value) ? copy_string(out, value) : 0;
+}
+
+/* A token by its id, or by the first of a list of ids, unless it is known already. */
+static int take_id(const struct tokenizer *t, char **out, const json_t *value)
+{
+    size_t len;
+    if (json_is_array(value))
+        value = json_array_get(value, 0);
+    if (*out || !json_is_integer(value))
+        return 0;
+    json_int_t id = json_integer_value(value);
+    if (id < 0 || id >= t->tokens.n || !(t->tokens.flags[id] & TOKEN_UTF8))
+        return 0;
+    const char *bytes = tokenizer_token_bytes(t, (int32_t)id, &len);
+    return memchr(bytes, '\0', len) ? 0 : copy_text(out, bytes, len);
+}
+
+/* One template, or a list of named ones, of which "default" is the one. */
+static int take_template(char **out, const json_t *value)
+{
+    size_t i;
+    const json_t *each;
+    json_array_foreach(value, i, each)
+    {
+        const char *name = json_string_value(json_object_get(each, "name"));
+        const json_t *text = json_object_get(each, "template");
+        if (name && strcmp(name, "default") == 0 && json_is_string(text))
+            return copy_string(out, text);
+    }
+    return json_is_string(value) ? copy_string(out, value) : 0;
+}
+
+static const char *const token_names[] = {"eos_token", "bos_token", "pad_token"};
+static const char *const id_names[] = {"eos_token_id", "bos_token_id", "pad_token_id"};
+#define N_TOKENS 3
+
+/* The ids in object, or in its text_config. settled[k]: the tokenizer's own file has said. */
+static int take_ids(const struct tokenizer *t, char **tokens[N_TOKENS], const bool *settled,
+                    const json_t *object)
+{
+    int code = 0;
+    for (int k = 0; k < N_TOKENS && code == 0; k++) {
+        if (settled[k])
+            continue;
+        code = take_id(t, tokens[k], json_object_get(object, id_names[k]));
+        if (code == 0)
+            code =
+                take_id(t, tokens[k],
+                        json_object_get(json_object_get(object, "text_config"), id_names[k]));
+    }
+    return code;
+}
+
+static int load_template(struct tokenizer_info *info, const char *dir, struct errmsg *e)
+{
+    struct buf text;
+    int code;
+
+    buf_init(&text);
+    code = read_beside(dir, "chat_template.jinja", &text, e);
+    if (code == 0 && text.data) {
+        if (!utf8_is_valid(text.data, text.len, NULL) || memchr(text.data, '\0', text.len))
+            code = errmsg_set(e, ERR_INVALID, "chat_template.jinja is not UTF-8 text");
+        else
+            code = copy_text(&info->chat_template, text.data, text.len);
+    }
+    buf_fini(&text);
+    return code;
+}
+
+int tokenizer_info_load(struct tokenizer *t, const char *dir, struct errmsg *e)
+{
+    static const char *const id_files[] = {"generation_config.json", "config.json"};
+    struct tokenizer_info *info = &t->info;
+    char **tokens[N_TOKENS] = {&info->eos_token, &info->bos_token, &info->pad_token};
+    bool settled[N_TOKENS] = {false};
+    json_t *object;
+
+    int code = load_template(info, dir, e);
+    if (code != 0)
+        return code;
+    code = read_object(dir, "tokenizer_config.json", &object, e);
+    for (int k = 0; k < N_TOKENS && code == 0 && object; k++) {
+        const json_t *value = json_object_get(object, token_names[k]);
+        settled[k] =
+            value != NULL; /* also null: the tokenizer has none, whatever the model says */
+        code = take_token(tokens[k], value);
+    }
+    if (code == 0 && object && !info->chat_template)
+        code = take_template(&info->chat_template, json_object_get(object, "chat_template"));
+    json_decref(object);
+    for (size_t i = 0; i < sizeof(id_files) / sizeof(id_files[0]) && code == 0; i++) {
+        code = read_object(dir, id_files[i], &object, e);
+        if (code == 0)
+            code = take_ids(t, tokens, settled, object);
+        json_decref(object);
+    }
+    return code;
+}
+
+void tokenizer_info_fini(struct tokenizer_info *info)
+{
+    free(info->eos_token);
+    free(info->bos_token);
+    free(info->pad_token);
+    free(info->chat_template);
+    memset(info, 0, sizeof(*info));
+}
+
+const struct tokenizer_info *tokenizer_get_info(const struct tokenizer *t)
+{
+    return &t->info;
+}
