@@ -2,15 +2,15 @@
 #include <criterion/criterion.h>
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include "arch.h"
 #include "buf.h"
 #include "ckpt.h"
+#include "leaks.h"
 #include "rng.h"
+
+TestSuite(arch, .fini = leaks_check);
 
 static int parse(const char *json, struct arch *a, struct errmsg *e)
 {

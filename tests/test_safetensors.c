@@ -3,7 +3,10 @@
 #include <criterion/criterion.h>
 
 #include "ckpt.h"
+#include "leaks.h"
 #include "rng.h"
+
+TestSuite(safetensors, .fini = leaks_check);
 
 static const int64_t two[] = {3, 5, 0}, one[] = {7, 0}, three[] = {2, 3, 4, 0};
 

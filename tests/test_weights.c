@@ -4,7 +4,10 @@
 
 #include <math.h>
 
+#include "leaks.h"
 #include "weights_oracle.h"
+
+TestSuite(weights, .fini = leaks_check);
 
 struct rig {
     struct fake fake;
@@ -124,6 +127,37 @@ Test(weights, fault_29_A_log_keeps_its_dtype)
     rig_load(&r);
     for (int h = 0; h < 6; h++)
         cr_assert(r.w.layers[0].A_log[h] == ckpt_element(t, (size_t)h));
+    rig_close(&r);
+}
+
+/* Every f16 value that is a number, and infinities and NaNs as such, arrives exactly. */
+Test(weights, all_halves)
+{
+    enum { N = 46 * 4 }; /* the convolution's taps */
+    struct variant v = {.dtypes = ALL_F16};
+    struct rig r;
+    uint16_t halves[N];
+    rig_open(&r, 1, &v);
+    struct st_tensor *t =
+        (struct st_tensor *)st_find(r.set, "model.layers.0.linear_attn.conv1d.weight");
+    cr_assert(t && t->bytes == sizeof(halves));
+    t->data = halves;
+    for (int first = 0; first < 1 << 16; first += N) {
+        for (int i = 0; i < N; i++)
+            halves[i] = (uint16_t)(first + i);
+        rig_load(&r);
+        for (int i = 0; i < N; i++) {
+            int h = (first + i) & 0xffff, exponent = h >> 10 & 31, frac = h & 0x3ff;
+            double want = exponent ? ldexp(1024 + frac, exponent - 25) : ldexp(frac, -24);
+            float found = r.w.layers[0].conv[i];
+            if (exponent == 31)
+                cr_assert(frac ? isnan(found) : isinf(found), "%04x", h);
+            else
+                cr_assert((double)fabsf(found) == want, "%04x: %g", h, (double)found);
+            cr_assert(!signbit(found) == !(h & 0x8000), "%04x", h);
+        }
+        rig_unload(&r);
+    }
     rig_close(&r);
 }
 
