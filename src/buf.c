@@ -126,15 +126,56 @@ void buf_json_string(struct buf *b, const char *s, size_t len)
     buf_addc(b, '"');
 }
 
+/* %.9g for 1e-4 <= x < 1e9, the common case of answers with a million logprobs. With 24 bits in
+ * x and at most 28 in 5^12, x * 10^12 is exact in a double, so rounding it once to nine digits
+ * gives the digits that printf gives. Returns the length. */
+static int format_f32(float x, char *out)
+{
+    static const double tens[] = {1e0, 1e1, 1e2, 1e3,  1e4,  1e5, 1e6,
+                                  1e7, 1e8, 1e9, 1e10, 1e11, 1e12};
+    int n_decimals = 12;
+    while (n_decimals > 0 && (double)x * tens[n_decimals] >= 1e9)
+        n_decimals--;
+    int64_t digits = llrint((double)x * tens[n_decimals]);
+    /* Rounding up to a tenth digit: 9.99..: one decimal less, and it ends in 0. */
+    if (digits >= 1000000000 && n_decimals > 0) {
+        digits /= 10;
+        n_decimals--;
+    }
+    while (n_decimals > 0 && digits % 10 == 0) {
+        digits /= 10;
+        n_decimals--;
+    }
+    char text[16];
+    int n = 0;
+    /* At least one digit before the point. */
+    while (digits > 0 || n <= n_decimals) {
+        text[n++] = (char)('0' + digits % 10);
+        digits /= 10;
+    }
+    int len = 0;
+    while (n > 0) {
+        out[len++] = text[--n];
+        if (n == n_decimals && n > 0)
+            out[len++] = '.';
+    }
+    return len;
+}
+
 void buf_json_f32(struct buf *b, float x)
 {
     char text[32];
+    float size = fabsf(x);
     if (!isfinite(x)) {
         buf_adds(b, "null");
-        return;
+    } else if ((double)size >= 1e-4 && (double)size < 1e9) {
+        text[0] = '-';
+        int n = format_f32(size, text + 1);
+        buf_add(b, x < 0 ? text : text + 1, (size_t)(x < 0 ? n + 1 : n));
+    } else {
+        int n = snprintf(text, sizeof(text), "%.9g", (double)x);
+        buf_add(b, text, (size_t)n);
     }
-    int n = snprintf(text, sizeof(text), "%.9g", (double)x);
-    buf_add(b, text, (size_t)n);
 }
 
 void buf_json_i64(struct buf *b, int64_t x)
