@@ -16,6 +16,11 @@
 
 enum server_phase { PHASE_LOADING, PHASE_READY, PHASE_DRAINING };
 
+struct api_key {
+    char *text;
+    size_t len;
+};
+
 /* Everything handlers need; made by main before the socket opens. Members after `phase` are
  * set before phase becomes PHASE_READY and constant from then on. */
 struct api {
@@ -26,7 +31,7 @@ struct api {
     atomic_int loaded_permille; /* progress while loading */
     atomic_int phase;           /* enum server_phase */
 
-    const struct tokenizer *tokenizer;
+    const struct tokenizer *tokenizer; /* NULL: ids only */
     struct queue *queue;
     void (*cancel)(void *arg, struct request *r); /* engine_cancel */
     void *cancel_arg;
@@ -35,9 +40,21 @@ struct api {
     int32_t max_prompt_tokens; /* what is accepted */
     int32_t page_tokens;
     int64_t started_unix_s;
+
+    struct api_key *keys; /* [n_keys], owned; api_open */
+    int32_t n_keys;
 };
 
-/* The http_handler. arg is the struct api. */
+/* Reads the keys of api_key_file (one a line; NULL: calls need no key). a is zero but for what
+ * main has set. Returns 0, ERR_IO, ERR_INVALID (no key in it) or ERR_NOMEM. */
+int api_open(struct api *a, const char *api_key_file, struct errmsg *e);
+void api_close(struct api *a);
+
+/* The callbacks of http_config; arg is the struct api. api_admit refuses before the body is read
+ * what needs no body to be refused: loading, no such path or method, no key, draining. */
+void api_admit(void *arg, struct exchange *x);
+enum work_lane api_lane(void *arg, const struct exchange *x);
 void api_handle(void *arg, struct exchange *x);
+void api_refused(void *arg, const struct exchange *x, int status);
 
 #endif

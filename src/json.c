@@ -330,7 +330,7 @@ int json_parse(const char *text, size_t len, const struct json_rules *rules,
         return json_fail(e, ERR_INVALID, NULL, "the body is empty; a JSON object is accepted");
     int rc = 0;
     cursor_init(&c, text, len);
-    while (rc == 0 && cursor_next(&c)) {
+    while (rc == 0 && rules->ids_field && cursor_next(&c)) {
         const char *value = skip_blanks(c.p, c.end);
         if (strcmp(c.key, rules->ids_field) != 0 || value >= c.end || *value != '[')
             continue;

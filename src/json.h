@@ -20,7 +20,7 @@ enum { JSON_FIELD_MAX = 64 };
 /* What a body may hold. */
 struct json_rules {
     const char *const *fields; /* names that messages may say, NULL at the end */
-    const char *ids_field;     /* the field whose list is read by the scanner */
+    const char *ids_field;     /* the field whose list is read by the scanner; may be NULL */
     int32_t vocab;             /* ids are in [0, vocab) */
     int32_t max_ids;           /* more are refused; the message has both numbers */
 };

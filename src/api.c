@@ -1,0 +1,323 @@
+#include "api.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+
+#include "api_error.h"
+#include "api_priv.h"
+#include "log.h"
+
+enum { LOADING_RETRY_S = 2, DRAINING_RETRY_S = 1, MAX_IGNORED = 16 };
+
+struct route {
+    const char *method, *path;
+    bool when_loading; /* answered before the model is there */
+    void (*run)(struct api *a, struct exchange *x);
+};
+
+static const struct route routes[] = {
+    {"POST", "/v1/prefill", false, api_prefill},
+    {"GET", "/v1/models", false, api_models},
+    {"GET", "/health", true, api_health},
+    {"GET", "/ready", true, api_ready},
+    {"GET", "/version", true, api_version},
+    {"GET", "/metrics", true, api_metrics},
+    {"POST", "/tokenize", false, api_tokenize},
+    {"POST", "/detokenize", false, api_detokenize},
+    {"GET", "/tokenizer_info", false, api_tokenizer_info},
+};
+
+static const struct route *find_route(const char *path)
+{
+    for (size_t i = 0; i < sizeof(routes) / sizeof(routes[0]); i++)
+        if (strcmp(routes[i].path, path) == 0)
+            return &routes[i];
+    return NULL;
+}
+
+static bool takes_method(const struct route *r, const char *method)
+{
+    return strcmp(r->method, method) == 0 ||
+           (strcmp(r->method, "GET") == 0 && strcmp(method, "HEAD") == 0);
+}
+
+static bool is_prefill(const struct exchange *x)
+{
+    return strcmp(exchange_path(x), "/v1/prefill") == 0 &&
+           strcmp(exchange_method(x), "POST") == 0;
+}
+
+/* ---- keys ---- */
+
+/* One key a line; blanks around it are not part of it. */
+static int add_key(struct api *a, const char *line, size_t len)
+{
+    while (len > 0 && strchr(" \t\r\n", line[len - 1]))
+        len--;
+    while (len > 0 && (*line == ' ' || *line == '\t')) {
+        line++;
+        len--;
+    }
+    if (len == 0)
+        return 0;
+    struct api_key *keys = realloc(a->keys, ((size_t)a->n_keys + 1) * sizeof(*keys));
+    if (!keys)
+        return ERR_NOMEM;
+    a->keys = keys;
+    struct api_key *k = &a->keys[a->n_keys];
+    k->text = strndup(line, len);
+    k->len = len;
+    if (!k->text)
+        return ERR_NOMEM;
+    a->n_keys++;
+    return 0;
+}
+
+int api_open(struct api *a, const char *api_key_file, struct errmsg *e)
+{
+    if (!api_key_file)
+        return 0;
+    FILE *f = fopen(api_key_file, "re");
+    if (!f)
+        return errmsg_set(e, ERR_IO, "api-key-file %s: %s", api_key_file, strerror(errno));
+    char *line = NULL;
+    size_t cap = 0;
+    ssize_t len;
+    int rc = 0;
+    while (rc == 0 && (len = getline(&line, &cap, f)) >= 0)
+        rc = add_key(a, line, (size_t)len);
+    bool is_bad = ferror(f);
+    free(line);
+    fclose(f);
+    if (rc != 0)
+        errmsg_set(e, rc, "api-key-file %s: no memory", api_key_file);
+    else if (is_bad)
+        rc = errmsg_set(e, ERR_IO, "api-key-file %s: cannot be read", api_key_file);
+    else if (a->n_keys == 0)
+        rc = errmsg_set(e, ERR_INVALID, "api-key-file %s: no key in it; one key a line",
+                        api_key_file);
+    if (rc != 0)
+        api_close(a);
+    return rc;
+}
+
+void api_close(struct api *a)
+{
+    for (int32_t i = 0; i < a->n_keys; i++)
+        free(a->keys[i].text);
+    free(a->keys);
+    a->keys = NULL;
+    a->n_keys = 0;
+}
+
+/* Takes a time that depends on what was presented and on the number of keys, not on how much of a
+ * key was right. */
+static bool is_allowed(const struct api *a, const char *authorization)
+{
+    static const char scheme[] = "Bearer ";
+    if (a->n_keys == 0)
+        return true;
+    if (!authorization || strncasecmp(authorization, scheme, sizeof(scheme) - 1) != 0)
+        return false;
+    const char *given = authorization + sizeof(scheme) - 1;
+    given += strspn(given, " ");
+    size_t len = strlen(given);
+    unsigned n_right = 0;
+    for (int32_t i = 0; i < a->n_keys; i++) {
+        const struct api_key *k = &a->keys[i];
+        size_t differs = len ^ k->len;
+        for (size_t j = 0; j < len; j++)
+            differs |= (size_t)(given[j] ^ k->text[j < k->len ? j : 0]) & 0xff;
+        n_right += differs == 0;
+    }
+    return n_right > 0;
+}
+
+/* ---- answers ---- */
+
+int32_t api_retry_after_s(const struct api *a)
+{
+    return queue_retry_after_s(atomic_load(&a->metrics->backlog_tokens),
+                               (double)atomic_load(&a->metrics->rate_tokens_per_s));
+}
+
+void api_reply(struct exchange *x, int status, struct buf *body)
+{
+    exchange_reply(x, status, "application/json", body);
+}
+
+/* 503 while loading or draining; else by the backlog. */
+static int32_t retry_after_s(const struct api *a)
+{
+    switch (atomic_load(&a->phase)) {
+    case PHASE_LOADING:
+        return LOADING_RETRY_S;
+    case PHASE_DRAINING:
+        return DRAINING_RETRY_S;
+    default:
+        return api_retry_after_s(a);
+    }
+}
+
+static void add_error_headers(struct api *a, struct exchange *x, int status)
+{
+    char seconds[16];
+    if (status == 503) {
+        snprintf(seconds, sizeof(seconds), "%d", retry_after_s(a));
+        exchange_add_header(x, "Retry-After", seconds);
+    } else if (status == 401) {
+        exchange_add_header(x, "WWW-Authenticate", "Bearer");
+    }
+    if (atomic_load(&a->phase) == PHASE_DRAINING)
+        exchange_set_close(x);
+}
+
+void api_error(struct api *a, struct exchange *x, int status, const char *param,
+               const char *message)
+{
+    struct buf body;
+    buf_init(&body);
+    bool is_lost = status == 503 && atomic_load(&a->metrics->device_lost);
+    api_error_write(&body, status, is_lost ? "server_error" : NULL, param, message);
+    add_error_headers(a, x, status);
+    api_reply(x, status, &body);
+}
+
+int api_status_of(int rc)
+{
+    return rc == ERR_NOMEM ? 500 : rc == ERR_NOT_FOUND ? 404 : 400;
+}
+
+void api_bad_body(struct api *a, struct exchange *x, int rc, const struct json_error *e)
+{
+    api_error(a, x, api_status_of(rc), e->field[0] ? e->field : NULL, e->message.text);
+}
+
+/* ---- what bodies have in common ---- */
+
+static bool is_plain_name(const char *name)
+{
+    size_t len = strspn(name, "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+                              "0123456789_.-");
+    return len >= 1 && len <= 64 && name[len] == '\0';
+}
+
+static void name_ignored(struct exchange *x, const json_t *root, const struct json_rules *rules)
+{
+    struct buf list;
+    buf_init(&list);
+    int n = 0;
+    /* The iterator's interface has no const; nothing is changed. */
+    for (void *i = json_object_iter((json_t *)root); i && n < MAX_IGNORED;
+         i = json_object_iter_next((json_t *)root, i)) {
+        const char *name = json_object_iter_key(i);
+        const char *const *f = rules->fields;
+        while (*f && strcmp(*f, name) != 0)
+            f++;
+        if (*f)
+            continue;
+        buf_adds(&list, n++ ? "," : "");
+        buf_adds(&list, is_plain_name(name) ? name : "?");
+    }
+    if (n > 0 && buf_cstr(&list))
+        exchange_add_header(x, "X-Prefilld-Ignored", list.data);
+    buf_fini(&list);
+}
+
+int api_read_body(struct exchange *x, const struct json_rules *rules, struct json_body *body,
+                  struct json_error *e)
+{
+    struct buf text;
+    buf_init(&text);
+    exchange_take_body(x, &text);
+    int rc = json_parse(text.data, text.len, rules, body, e);
+    buf_fini(&text);
+    if (rc == 0)
+        name_ignored(x, body->root, rules);
+    return rc;
+}
+
+int api_check_model(const struct api *a, const json_t *root, struct json_error *e)
+{
+    const char *name = NULL;
+    size_t len = 0;
+    int rc = json_get_string(root, "model", &name, &len, e);
+    if (rc == 0 && name && (len != strlen(a->model_id) || memcmp(name, a->model_id, len) != 0))
+        rc = json_fail(e, ERR_NOT_FOUND, "model", "model is not served here; served is %s",
+                       a->model_id);
+    return rc;
+}
+
+/* ---- the callbacks of http ---- */
+
+/* The refusal that needs no body, as a status and a message; 0: none. */
+static int refusal(const struct api *a, const struct exchange *x, const struct route *r,
+                   const char **message)
+{
+    int phase = atomic_load(&a->phase);
+    if (phase == PHASE_LOADING && !(r && r->when_loading)) {
+        *message = "loading: the model is not ready yet";
+        return 503;
+    }
+    if (!r) {
+        *message = "no such call here; POST /v1/prefill computes a prompt";
+        return 404;
+    }
+    if (!takes_method(r, exchange_method(x))) {
+        *message = "this call takes another method; see Allow";
+        return 405;
+    }
+    if (strncmp(r->path, "/v1/", 4) == 0 && !is_allowed(a, exchange_authorization(x))) {
+        *message = "a key is needed: Authorization: Bearer KEY";
+        return 401;
+    }
+    if (phase == PHASE_DRAINING && strcmp(r->method, "POST") == 0) {
+        *message = "draining: this server is about to stop";
+        return 503;
+    }
+    return 0;
+}
+
+void api_admit(void *arg, struct exchange *x)
+{
+    struct api *a = arg;
+    const char *message;
+    const struct route *r = find_route(exchange_path(x));
+    int status = refusal(a, x, r, &message);
+    if (status == 0)
+        return;
+    if (status == 405)
+        exchange_add_header(x, "Allow",
+                            strcmp(r->method, "GET") == 0 ? "GET, HEAD" : r->method);
+    if (is_prefill(x))
+        api_prefill_refused(a, x, status);
+    api_error(a, x, status, NULL, message);
+}
+
+enum work_lane api_lane(void *arg, const struct exchange *x)
+{
+    (void)arg;
+    return strcmp(exchange_method(x), "POST") == 0 ? WORK_REQUEST : WORK_QUICK;
+}
+
+void api_handle(void *arg, struct exchange *x)
+{
+    struct api *a = arg;
+    /* There is one: api_admit has looked. */
+    const struct route *r = find_route(exchange_path(x));
+    log_debug("id=%s call=%s", exchange_id(x), r->path);
+    if (atomic_load(&a->phase) == PHASE_DRAINING)
+        exchange_set_close(x);
+    r->run(a, x);
+}
+
+void api_refused(void *arg, const struct exchange *x, int status)
+{
+    if (is_prefill(x))
+        api_prefill_refused(arg, x, status);
+    else
+        log_debug("id=%s status=%d", exchange_id(x), status);
+}

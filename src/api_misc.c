@@ -1,0 +1,93 @@
+/* The calls that need no engine: health, readiness, version, models, metrics. */
+#include <stdio.h>
+#include <string.h>
+
+#include "api_priv.h"
+
+void api_version(struct api *a, struct exchange *x)
+{
+    struct buf b;
+    buf_init(&b);
+    buf_adds(&b, "{\"version\": ");
+    buf_json_string(&b, a->version, strlen(a->version));
+    buf_adds(&b, ", \"backend\": ");
+    buf_json_string(&b, a->backend_name, strlen(a->backend_name));
+    buf_adds(&b, "}");
+    api_reply(x, 200, &b);
+}
+
+void api_models(struct api *a, struct exchange *x)
+{
+    struct buf b;
+    size_t len = strlen(a->model_id);
+    buf_init(&b);
+    buf_adds(&b, "{\"object\": \"list\", \"data\": [{\"id\": ");
+    buf_json_string(&b, a->model_id, len);
+    buf_adds(&b, ", \"object\": \"model\", \"created\": ");
+    buf_json_i64(&b, a->started_unix_s);
+    buf_adds(&b, ", \"owned_by\": \"prefilld\", \"root\": ");
+    buf_json_string(&b, a->model_id, len);
+    buf_adds(&b, ", \"max_model_len\": ");
+    buf_json_i64(&b, a->max_prompt_tokens);
+    buf_adds(&b, "}]}");
+    api_reply(x, 200, &b);
+}
+
+void api_metrics(struct api *a, struct exchange *x)
+{
+    struct buf b;
+    buf_init(&b);
+    metrics_render(a->metrics, &b);
+    exchange_reply(x, 200, "text/plain; version=0.0.4; charset=utf-8", &b);
+}
+
+/* status_text is a constant; 503 gets Retry-After. */
+static void reply_status(struct exchange *x, int status, const char *status_text,
+                         const char *more)
+{
+    struct buf b;
+    buf_init(&b);
+    buf_printf(&b, "{\"status\": \"%s\"%s}", status_text, more);
+    if (status == 503)
+        exchange_add_header(x, "Retry-After", "1");
+    api_reply(x, status, &b);
+}
+
+/* Work is there and no step has ended for stall-s. The queue is asked itself: a stuck engine
+ * publishes nothing. */
+static bool is_stalled(const struct api *a)
+{
+    struct metrics_pools p;
+    metrics_get_pools(a->metrics, &p);
+    int64_t quiet_us = request_now_us() - atomic_load(&a->metrics->last_progress_us);
+    return (p.requests_running > 0 || queue_n_waiting(a->queue) > 0) &&
+           quiet_us > (int64_t)a->stall_s * 1000000;
+}
+
+void api_health(struct api *a, struct exchange *x)
+{
+    if (atomic_load(&a->metrics->device_lost))
+        reply_status(x, 503, "device lost", "");
+    else if (atomic_load(&a->phase) != PHASE_LOADING && is_stalled(a))
+        reply_status(x, 503, "stalled", "");
+    else
+        reply_status(x, 200, "ok", "");
+}
+
+void api_ready(struct api *a, struct exchange *x)
+{
+    char progress[40];
+    int phase = atomic_load(&a->phase);
+    if (phase == PHASE_LOADING) {
+        int permille = atomic_load(&a->loaded_permille);
+        snprintf(progress, sizeof(progress), ", \"progress\": %d.%03d", permille / 1000,
+                 permille % 1000);
+        reply_status(x, 503, "loading", progress);
+    } else if (phase == PHASE_DRAINING) {
+        reply_status(x, 503, "draining", "");
+    } else if (atomic_load(&a->metrics->device_lost)) {
+        reply_status(x, 503, "device lost", "");
+    } else {
+        reply_status(x, 200, "ready", "");
+    }
+}

@@ -1,0 +1,45 @@
+/* Inside of api*.c: the table of calls, answers, and what bodies have in common.
+ *
+ * Handlers run on workers. Each ends in exactly one api_reply or api_error, or hands the exchange
+ * to the engine, whose done() leads to one. */
+#ifndef PREFILLD_API_PRIV_H
+#define PREFILLD_API_PRIV_H
+
+#include "api.h"
+#include "json.h"
+
+/* ---- api.c: answers ---- */
+
+/* Takes the bytes of body. */
+void api_reply(struct exchange *x, int status, struct buf *body);
+/* param and message as in api_error_write. 503 gets Retry-After, 401 WWW-Authenticate. */
+void api_error(struct api *a, struct exchange *x, int status, const char *param,
+               const char *message);
+/* The status for an error of reading a body: 400, 404 or 500. */
+int api_status_of(int rc);
+/* The answer to a body that was refused with rc and e. */
+void api_bad_body(struct api *a, struct exchange *x, int rc, const struct json_error *e);
+/* Seconds until the backlog is computed. */
+int32_t api_retry_after_s(const struct api *a);
+
+/* Reads x's body, as json_parse. Sends X-Prefilld-Ignored for fields that are not in rules. */
+int api_read_body(struct exchange *x, const struct json_rules *rules, struct json_body *body,
+                  struct json_error *e);
+/* Is the field `model`, when given, the one that is served? Else ERR_NOT_FOUND. */
+int api_check_model(const struct api *a, const json_t *root, struct json_error *e);
+
+/* ---- the calls ---- */
+void api_prefill(struct api *a, struct exchange *x);  /* api_prefill.c */
+void api_tokenize(struct api *a, struct exchange *x); /* api_tokenize.c */
+void api_detokenize(struct api *a, struct exchange *x);
+void api_tokenizer_info(struct api *a, struct exchange *x);
+void api_health(struct api *a, struct exchange *x); /* api_misc.c */
+void api_ready(struct api *a, struct exchange *x);
+void api_version(struct api *a, struct exchange *x);
+void api_models(struct api *a, struct exchange *x);
+void api_metrics(struct api *a, struct exchange *x);
+
+/* Counts a prefill request that ended with status before it was queued, and writes its line. */
+void api_prefill_refused(struct api *a, const struct exchange *x, int status);
+
+#endif
