@@ -1,4 +1,358 @@
-int main(void)
+/* prefilld: the daemon's life. Reads options, opens things in order, waits for a signal, closes
+ * them in reverse. Only this file exits. */
+#include <limits.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "api.h"
+#include "conf.h"
+#include "config.h"
+#include "engine.h"
+#include "log.h"
+#include "model.h"
+#include "work.h"
+
+enum { EXIT_DEVICE_LOST = 70, EXIT_BAD_CONFIG = 78 };
+
+/* Everything that lives as long as the daemon, in the order it is opened. */
+struct server {
+    struct conf conf;
+    struct metrics metrics;
+    struct arch arch;
+    struct st_set *set; /* NULL: dummy weights */
+    struct tokenizer *tokenizer;
+    struct backend backend;
+    struct model_sizes sizes;
+    struct work *work;
+    struct http *http;
+    struct model *model;
+    struct queue *queue;
+    struct engine *engine;
+    struct api api;
+    char model_id[PATH_MAX];
+    int64_t progress_logged_us;
+};
+
+/* ---- signals ---- */
+
+static void signals_block(sigset_t *set)
 {
-    return 0;
+    sigemptyset(set);
+    sigaddset(set, SIGTERM);
+    sigaddset(set, SIGINT);
+    sigaddset(set, SIGHUP);
+    pthread_sigmask(SIG_BLOCK, set, NULL);
+    signal(SIGPIPE, SIG_IGN);
+}
+
+/* Waits up to wait_ms for SIGTERM or SIGINT; 0 when none came. */
+static int signals_wait(int32_t wait_ms)
+{
+    sigset_t set;
+    struct timespec ts = {.tv_sec = wait_ms / 1000, .tv_nsec = (wait_ms % 1000) * 1000000L};
+    sigemptyset(&set);
+    sigaddset(&set, SIGTERM);
+    sigaddset(&set, SIGINT);
+    int sig = sigtimedwait(&set, NULL, &ts);
+    return sig > 0 ? sig : 0;
+}
+
+/* ---- before the socket: what can be refused without reading weights ---- */
+
+static void server_name(struct server *s)
+{
+    if (s->conf.served_name) {
+        snprintf(s->model_id, sizeof(s->model_id), "%s", s->conf.served_name);
+        return;
+    }
+    char real[PATH_MAX];
+    const char *path = realpath(s->conf.model, real) ? real : s->conf.model;
+    const char *slash = strrchr(path, '/');
+    snprintf(s->model_id, sizeof(s->model_id), "%s", slash && slash[1] ? slash + 1 : path);
+}
+
+static int server_open_tokenizer(struct server *s, struct errmsg *e)
+{
+    char path[PATH_MAX];
+    snprintf(path, sizeof(path), "%s/tokenizer.json", s->conf.model);
+    if (s->conf.load == CONF_LOAD_DUMMY && access(path, R_OK) != 0) {
+        log_warn("event=no_tokenizer text prompts are refused; ids are served");
+        return 0;
+    }
+    return tokenizer_load(path, &s->tokenizer, e);
+}
+
+static int server_open_checkpoint(struct server *s, struct errmsg *e)
+{
+    int rc = arch_read(s->conf.model, &s->arch, e);
+    if (rc == 0 && s->conf.load == CONF_LOAD_FILE) {
+        rc = st_open_dir(s->conf.model, &s->set, e);
+        if (rc == 0)
+            rc = weights_check(&s->arch, s->set, e);
+    }
+    if (rc == 0)
+        rc = server_open_tokenizer(s, e);
+    if (rc == 0 && s->tokenizer && tokenizer_size(s->tokenizer) > s->arch.vocab)
+        rc = errmsg_set(e, ERR_INVALID,
+                        "tokenizer.json has ids up to %d, but config.json's vocab_size is %d",
+                        tokenizer_size(s->tokenizer) - 1, s->arch.vocab);
+    return rc;
+}
+
+static int server_size(struct server *s, struct errmsg *e)
+{
+    const struct conf *c = &s->conf;
+    struct model_options o = {.max_step_tokens = c->max_step_tokens,
+                              .max_seqs = c->max_seqs,
+                              .page_tokens = c->page_tokens,
+                              .max_prompt_tokens = c->max_prompt_tokens,
+                              .state_slots = c->state_slots,
+                              .kv_tokens = c->kv_tokens};
+    const struct backend_ops *ops = backend_find(c->backend, e);
+    if (!ops)
+        return ERR_UNSUPPORTED;
+    s->backend.ops = ops;
+    int rc = ops->open(&s->backend, c->cpu_threads, e);
+    if (rc == 0)
+        rc = model_size(&s->arch, s->set, &s->backend, &o, &s->sizes, e);
+    return rc;
+}
+
+static void server_print_sizes(const struct server *s)
+{
+    const struct model_sizes *z = &s->sizes;
+    const double mib = 1 << 20;
+    log_info("event=model id=%s type=%s layers=%d gdn=%d attn=%d hidden=%d vocab=%d "
+             "max_positions=%d",
+             s->model_id, s->arch.model_type, s->arch.n_layers, s->arch.n_gdn, s->arch.n_attn,
+             s->arch.M, s->arch.vocab, s->arch.max_positions);
+    log_info("event=sizing backend=%s weights_mib=%.1f scratch_mib=%.1f slots=%d "
+             "slot_mib=%.3f slots_mib=%.1f pages=%d page_tokens=%d page_mib=%.3f "
+             "pages_mib=%.1f total_mib=%.1f free_mib=%.1f",
+             s->backend.ops->name, (double)z->weights_bytes / mib,
+             (double)(z->scratch_bytes + z->workspace_bytes) / mib, z->o.state_slots,
+             (double)z->slot_bytes / mib, (double)z->slots_bytes / mib, z->n_pages,
+             z->o.page_tokens, (double)z->page_bytes / mib, (double)z->pages_bytes / mib,
+             (double)z->total_bytes / mib, (double)z->memory_bytes / mib);
+    log_info("event=limits max_step_tokens=%d max_seqs=%d max_prompt_tokens=%d",
+             z->o.max_step_tokens, z->o.max_seqs, z->o.max_prompt_tokens);
+}
+
+/* ---- the socket ---- */
+
+static void server_cancel(void *arg, struct request *r)
+{
+    struct server *s = arg;
+    engine_cancel(s->engine, r);
+}
+
+static int server_open_http(struct server *s, struct errmsg *e)
+{
+    const struct conf *c = &s->conf;
+    s->api.metrics = &s->metrics;
+    s->api.version = PACKAGE_VERSION;
+    s->api.backend_name = s->backend.ops->name;
+    s->api.stall_s = c->stall_s;
+    s->api.started_unix_s = (int64_t)time(NULL);
+    s->api.tokenizer = s->tokenizer;
+    s->api.cancel = server_cancel;
+    s->api.cancel_arg = s;
+    s->api.model_id = s->model_id;
+    s->api.vocab = s->arch.vocab;
+    s->api.max_prompt_tokens = s->sizes.o.max_prompt_tokens;
+    s->api.page_tokens = s->sizes.o.page_tokens;
+    int rc = api_open(&s->api, c->api_key_file, e);
+    if (rc == 0 && work_open(c->workers, c->queue_length + c->max_connections, &s->work) != 0)
+        rc = errmsg_set(e, ERR_NOMEM, "cannot start %d worker threads", c->workers);
+    if (rc != 0)
+        return rc;
+    struct http_config h = {.listen = (const char *const *)c->listen,
+                            .n_listen = c->n_listen,
+                            .max_connections = c->max_connections,
+                            .max_body_bytes = c->max_body_bytes,
+                            .header_timeout_s = c->header_timeout_s,
+                            .body_timeout_s = c->body_timeout_s,
+                            .idle_timeout_s = c->idle_timeout_s,
+                            .work = s->work,
+                            .n_connections = &s->metrics.connections,
+                            .arg = &s->api,
+                            .admit = api_admit,
+                            .lane = api_lane,
+                            .handle = api_handle,
+                            .refused = api_refused};
+    return http_open(&h, &s->http, e);
+}
+
+/* ---- after the socket: the model ---- */
+
+/* Called while weights load, on the main thread. A signal ends the daemon here: nothing was
+ * accepted yet. */
+static void server_on_progress(void *arg, double done)
+{
+    enum { LOG_EVERY_US = 1000000 };
+    struct server *s = arg;
+    atomic_store(&s->api.loaded_permille, (int)(done * 1000));
+    if (signals_wait(0)) {
+        log_info("event=stop why=signal while=loading");
+        http_quiesce(s->http);
+        http_close(s->http);
+        exit(0);
+    }
+    int64_t now_us = request_now_us();
+    if (now_us - s->progress_logged_us >= LOG_EVERY_US) {
+        s->progress_logged_us = now_us;
+        log_info("event=loading percent=%.0f", done * 100);
+    }
+}
+
+static int server_open_model(struct server *s, struct errmsg *e)
+{
+    int64_t from_us = request_now_us();
+    s->progress_logged_us = from_us;
+    int rc = model_open(&s->arch, s->set, (uint64_t)s->conf.dummy_seed, &s->backend, &s->sizes,
+                        server_on_progress, s, &s->model, e);
+    if (rc != 0)
+        return rc;
+    double seconds = (double)(request_now_us() - from_us) / 1e6;
+    log_info("event=loaded seconds=%.2f gb_per_s=%.2f", seconds,
+             (double)s->sizes.weights_bytes / 1e9 / seconds);
+    struct engine_config c = {.policy = s->conf.policy, .max_waiting = s->conf.queue_length};
+    rc = queue_open(s->conf.queue_length, &s->queue);
+    if (rc != 0)
+        return errmsg_set(e, rc, "no memory for a queue of %d", s->conf.queue_length);
+    s->api.queue = s->queue;
+    rc = engine_open(&c, s->model, s->queue, &s->metrics, &s->engine, e);
+    if (rc == 0)
+        rc = engine_start(s->engine, e);
+    return rc;
+}
+
+static void server_ready(struct server *s)
+{
+    const struct model_sizes *z = &s->sizes;
+    atomic_store(&s->api.phase, PHASE_READY);
+    /* Tests and scripts read this line; its words are a contract (README). */
+    fprintf(stderr,
+            "ready listen=%s model=%s backend=%s slots=%d kv_tokens=%lld max_step_tokens=%d "
+            "max_prompt_tokens=%d queue_length=%d\n",
+            http_addresses(s->http), s->model_id, s->backend.ops->name, z->o.state_slots,
+            (long long)z->n_pages * z->o.page_tokens, z->o.max_step_tokens,
+            z->o.max_prompt_tokens, s->conf.queue_length);
+}
+
+/* Waits for the end: 0 after a signal, EXIT_DEVICE_LOST. */
+static int server_wait(struct server *s)
+{
+    enum { LOOK_MS = 200 };
+    for (;;) {
+        int sig = signals_wait(LOOK_MS);
+        if (sig) {
+            log_info("event=stop why=%s", sig == SIGTERM ? "SIGTERM" : "SIGINT");
+            return 0;
+        }
+        if (atomic_load(&s->metrics.device_lost))
+            return EXIT_DEVICE_LOST;
+    }
+}
+
+/* Refuses new work, lets the old end; a second signal or drain-s aborts what is left. */
+static void server_drain(struct server *s)
+{
+    enum { LOOK_US = 50000 };
+    int64_t deadline_us = request_now_us() + (int64_t)s->conf.drain_s * 1000000;
+    atomic_store(&s->api.phase, PHASE_DRAINING);
+    http_quiesce(s->http);
+    bool is_done = false;
+    while (!is_done && request_now_us() < deadline_us && !signals_wait(0)) {
+        int64_t look_us = request_now_us() + LOOK_US;
+        is_done = engine_drain(s->engine, look_us) && http_flush(s->http, look_us);
+    }
+    if (is_done)
+        log_info("event=drained");
+    else
+        log_warn("event=drain_cut waiting=%d what is left is ended", queue_n_waiting(s->queue));
+    engine_stop(s->engine);
+    http_flush(s->http, request_now_us() + 1000000);
+}
+
+static void server_close(struct server *s)
+{
+    if (s->engine)
+        engine_stop(s->engine);
+    if (s->http) {
+        http_quiesce(s->http);
+        http_close(s->http);
+    }
+    if (s->work)
+        work_close(s->work);
+    engine_close(s->engine);
+    queue_close(s->queue);
+    model_close(s->model);
+    if (s->backend.impl)
+        s->backend.ops->close(&s->backend);
+    tokenizer_free(s->tokenizer);
+    st_close(s->set);
+    arch_fini(&s->arch);
+    api_close(&s->api);
+    metrics_fini(&s->metrics);
+    conf_fini(&s->conf);
+}
+
+static int server_run(struct server *s, struct errmsg *e)
+{
+    if (metrics_init(&s->metrics) != 0)
+        return EXIT_FAILURE;
+    server_name(s);
+    int rc = server_open_checkpoint(s, e);
+    if (rc == 0)
+        rc = server_size(s, e);
+    if (rc != 0)
+        return EXIT_BAD_CONFIG;
+    server_print_sizes(s);
+    if (s->conf.action == CONF_CHECK) {
+        printf("%s: configuration and model are good\n", s->model_id);
+        return 0;
+    }
+    rc = server_open_http(s, e);
+    if (rc != 0)
+        return rc == ERR_NOMEM ? EXIT_FAILURE : EXIT_BAD_CONFIG;
+    rc = server_open_model(s, e);
+    if (rc != 0)
+        return rc == ERR_NOMEM || rc == ERR_DEVICE ? EXIT_FAILURE : EXIT_BAD_CONFIG;
+    server_ready(s);
+    rc = server_wait(s);
+    server_drain(s);
+    return rc;
+}
+
+int main(int argc, char **argv)
+{
+    static struct server server;
+    static struct errmsg e;
+    sigset_t set;
+    log_init(LOG_LEVEL_INFO);
+    int rc = conf_parse(argc, argv, &server.conf, &e);
+    if (rc != 0) {
+        fprintf(stderr, "prefilld: %s\n", e.text);
+        return EXIT_BAD_CONFIG;
+    }
+    if (server.conf.action == CONF_HELP || server.conf.action == CONF_VERSION) {
+        if (server.conf.action == CONF_HELP)
+            conf_print_help(stdout);
+        else
+            printf("prefilld %s\n", PACKAGE_VERSION);
+        conf_fini(&server.conf);
+        return 0;
+    }
+    log_set_level(server.conf.log_level);
+    signals_block(&set);
+    rc = server_run(&server, &e);
+    if (e.text[0])
+        fprintf(stderr, "prefilld: %s\n", e.text);
+    server_close(&server);
+    return rc;
 }
