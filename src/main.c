@@ -314,6 +314,7 @@ static int server_run(struct server *s, struct errmsg *e)
         return EXIT_BAD_CONFIG;
     server_print_sizes(s);
     if (s->conf.action == CONF_CHECK) {
+        e->text[0] = '\0';
         printf("%s: configuration and model are good\n", s->model_id);
         return 0;
     }
@@ -323,6 +324,8 @@ static int server_run(struct server *s, struct errmsg *e)
     rc = server_open_model(s, e);
     if (rc != 0)
         return rc == ERR_NOMEM || rc == ERR_DEVICE ? EXIT_FAILURE : EXIT_BAD_CONFIG;
+    /* What is optional and absent may have left words here. */
+    e->text[0] = '\0';
     server_ready(s);
     rc = server_wait(s);
     server_drain(s);
