@@ -122,14 +122,20 @@ CPU_INLINE void add_strip(int32_t n_rows, int32_t n, int32_t D, const float *w, 
                           float *sum)
 {
     vf s[4][4];
+#pragma GCC unroll 4
     for (int32_t r = 0; r < n_rows; r++)
+#pragma GCC unroll 4
         for (int32_t u = 0; u < 4; u++)
             s[r][u] = VF_LOAD(sum + (size_t)r * D + u * VEC);
     for (int32_t j = 0; j < n; j++, v += D)
+#pragma GCC unroll 4
         for (int32_t r = 0; r < n_rows; r++)
+#pragma GCC unroll 4
             for (int32_t u = 0; u < 4; u++)
                 s[r][u] += VF_LOAD(v + u * VEC) * w[r * CHUNK_TOKENS + j];
+#pragma GCC unroll 4
     for (int32_t r = 0; r < n_rows; r++)
+#pragma GCC unroll 4
         for (int32_t u = 0; u < 4; u++)
             VF_STORE(sum + (size_t)r * D + u * VEC, s[r][u]);
 }

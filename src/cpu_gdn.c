@@ -69,10 +69,11 @@ static void whole_item(void *arg, int64_t item, int32_t thread)
     const int32_t *seq_first = a->b->map.seq_first;
     for (int32_t flat = seq_first[n]; flat < seq_first[n + 1]; flat++) {
         struct gdn_chunk c = chunk_at(a->b, flat);
-        gdn_pair_make(a, c, i_key_head, &s->pair, s->mm);
+        gdn_keys_copy(a, c, i_key_head, &s->keys);
+        gdn_keys_multiply(c.n, a->d.K, &s->keys, s->mm);
         for (int32_t h = i_key_head * ratio; h < (i_key_head + 1) * ratio; h++) {
             float *S = entry_state(a, flat, h, 0, a->d.V);
-            gdn_prep_make(a, c, h, &s->pair, &s->prep);
+            gdn_prep_make(a, c, h, &s->keys, &s->prep);
             gdn_chunk_apply(a, c, h, 0, a->d.V, &s->prep, S, s);
             if (a->z)
                 gdn_gate_rows(a, h, c.tok, c.n);
@@ -89,9 +90,10 @@ static void prep_item(void *arg, int64_t item, int32_t thread)
     int32_t i_chunk = (int32_t)(item / a->d.H), i_key_head = (int32_t)(item % a->d.H);
     int32_t ratio = a->d.HV / a->d.H;
     struct gdn_chunk c = chunk_at(a->b, r->flat0 + i_chunk);
-    gdn_pair_make(a, c, i_key_head, &s->pair, s->mm);
+    gdn_keys_copy(a, c, i_key_head, &s->keys);
+    gdn_keys_multiply(c.n, a->d.K, &s->keys, s->mm);
     for (int32_t h = i_key_head * ratio; h < (i_key_head + 1) * ratio; h++)
-        gdn_prep_make(a, c, h, &s->pair, &r->preps[(size_t)i_chunk * a->d.HV + h]);
+        gdn_prep_make(a, c, h, &s->keys, &r->preps[(size_t)i_chunk * a->d.HV + h]);
 }
 
 /* A sequence, a value head and some of its columns; the chunks in the window. */
@@ -106,10 +108,13 @@ static void serial_item(void *arg, int64_t item, int32_t thread)
     int32_t flat = a->b->map.seq_first[n], end = a->b->map.seq_first[n + 1];
     flat = flat > r->flat0 ? flat : r->flat0;
     end = end < r->flat_end ? end : r->flat_end;
-    for (; flat < end; flat++)
-        gdn_chunk_apply(a, chunk_at(a->b, flat), h, v0, n_v,
-                        &r->preps[(size_t)(flat - r->flat0) * a->d.HV + h],
-                        entry_state(a, flat, h, v0, n_v), &r->scratch[thread]);
+    struct gdn_scratch *s = &r->scratch[thread];
+    for (; flat < end; flat++) {
+        struct gdn_chunk c = chunk_at(a->b, flat);
+        gdn_keys_copy(a, c, h / (a->d.HV / a->d.H), &s->keys);
+        gdn_chunk_apply(a, c, h, v0, n_v, &r->preps[(size_t)(flat - r->flat0) * a->d.HV + h],
+                        entry_state(a, flat, h, v0, n_v), s);
+    }
 }
 
 /* A chunk of the window and a value head: the gated norm needs all columns. */

@@ -15,32 +15,36 @@ struct gdn_prep {
     float rest[CHUNK_TOKENS];             /* e^(c_last - c_i): from row i to the chunk's end */
 };
 
-/* Products of a chunk that the value heads of a key head share; j <= i is used. */
-struct gdn_pair {
-    float kk[CHUNK_TOKENS * CHUNK_TOKENS]; /* k_i.k_j */
-    float qk[CHUNK_TOKENS * CHUNK_TOKENS]; /* q_i.k_j */
-};
-
-/* A chunk: rows first_tok .. first_tok + n - 1 of the batch. */
+/* A chunk: rows tok .. tok + n - 1 of the batch. */
 struct gdn_chunk {
     int32_t tok, n;
 };
 
+/* What the value heads of a key head share in a chunk. */
+struct gdn_keys {
+    float rows[2 * CHUNK_TOKENS * GDN_DIM_MAX];  /* [2 n, K] the keys, then the queries */
+    float dots[2 * CHUNK_TOKENS * CHUNK_TOKENS]; /* [2 n, 64] k_i.k_j, then q_i.k_j; j < n */
+};
+
 /* Scratch of one thread. */
 struct gdn_scratch {
-    struct gdn_pair pair;
+    struct gdn_keys keys;
     struct gdn_prep prep;
-    float X[CHUNK_TOKENS * GDN_DIM_MAX];
+    float R[2 * CHUNK_TOKENS * GDN_DIM_MAX];
     void *mm;
 };
 
 /* All of these run on the calling thread. */
-void gdn_pair_make(const struct op_gdn_delta *a, struct gdn_chunk c, int32_t i_key_head,
-                   struct gdn_pair *out, void *mm);
-void gdn_prep_make(const struct op_gdn_delta *a, struct gdn_chunk c, int32_t i_head,
-                   const struct gdn_pair *pair, struct gdn_prep *out);
 
-/* Columns v0 .. v0 + n_v of the state S [K, V] and of the outputs. */
+/* Copies the rows; the dots are left to gdn_keys_multiply. */
+void gdn_keys_copy(const struct op_gdn_delta *a, struct gdn_chunk c, int32_t i_key_head,
+                   struct gdn_keys *out);
+void gdn_keys_multiply(int32_t n, int32_t K, struct gdn_keys *keys, void *mm);
+void gdn_prep_make(const struct op_gdn_delta *a, struct gdn_chunk c, int32_t i_head,
+                   const struct gdn_keys *keys, struct gdn_prep *out);
+
+/* Columns v0 .. v0 + n_v of the state S [K, V] and of the outputs; s->keys has the chunk's
+ * rows. */
 void gdn_chunk_apply(const struct op_gdn_delta *a, struct gdn_chunk c, int32_t i_head,
                      int32_t v0, int32_t n_v, const struct gdn_prep *prep, float *S,
                      struct gdn_scratch *s);

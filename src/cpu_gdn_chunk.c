@@ -10,6 +10,7 @@
  * token next to decays of -0.001 lose nothing. The gated form keeps L no larger than
  * beta |k|^2, whatever the ungated one would be; no power or inverse of L is ever formed. */
 #include <math.h>
+#include <string.h>
 
 #include "cpu_gdn.h"
 #include "cpu_simd.h"
@@ -17,11 +18,16 @@
 /* Rows of a triangular block: below it products, inside it substitution. */
 enum { TRI = 16 };
 
+/* Decays below e^-75 = 3e-33 are 0: nothing that they multiply is missed in f32, and subnormal
+ * factors, a hundred times slower on many processors, cannot come from them. */
+#define LEAST_LOG_DECAY -75.0f
+
 typedef double vd __attribute__((vector_size(128)));
 
 /* ---- kernels ---- */
 
-/* d[j] = min(c_i - c[j], 0) for j in [0, n), n a multiple of 16. */
+/* d[j] = min(c_i - c[j], 0) for j in [0, n), n a multiple of 16; far ones are put where their
+ * exponential is 0. */
 CPU_INLINE void diff_body(int32_t n, double c_i, const double *c, float *d)
 {
     for (int32_t j = 0; j < n; j += VEC) {
@@ -29,7 +35,8 @@ CPU_INLINE void diff_body(int32_t n, double c_i, const double *c, float *d)
         for (int32_t u = 0; u < VEC; u++)
             diff[u] = c_i - c[j + u];
         vf x = __builtin_convertvector(diff, vf);
-        VF_STORE(d + j, VF_KEEP(~(x > 0), x));
+        x = VF_KEEP(~(x > 0), x);
+        VF_STORE(d + j, VF_SELECT(x < LEAST_LOG_DECAY, VF_SET(-INFINITY), x));
     }
 }
 CPU_KERNEL(diff, (int32_t n, double c_i, const double *c, float *d), (n, c_i, c, d))
@@ -76,17 +83,18 @@ CPU_INLINE void solve_body(int32_t n_rows, int32_t n, const float *L, float *x, 
 CPU_KERNEL(solve, (int32_t n_rows, int32_t n, const float *L, float *x, size_t ldx),
            (n_rows, n, L, x, ldx))
 
+/* Row i of y is row i of x times s[i * s_step]. */
 CPU_INLINE void scale_rows_body(int32_t n_rows, int32_t n, const float *s, int32_t s_step,
-                                float *x, size_t ldx)
+                                const float *x, size_t ldx, float *y, size_t ldy)
 {
     for (int32_t i = 0; i < n_rows; i++)
         for (int32_t j = 0; j < n; j += VEC)
-            VF_STORE(x + i * ldx + j, VF_LOAD(x + i * ldx + j) * s[i * s_step]);
+            VF_STORE(y + i * ldy + j, VF_LOAD(x + i * ldx + j) * s[i * s_step]);
 }
-/* Multiplies row i by s[i * s_step]. */
 CPU_KERNEL(scale_rows,
-           (int32_t n_rows, int32_t n, const float *s, int32_t s_step, float *x, size_t ldx),
-           (n_rows, n, s, s_step, x, ldx))
+           (int32_t n_rows, int32_t n, const float *s, int32_t s_step, const float *x,
+            size_t ldx, float *y, size_t ldy),
+           (n_rows, n, s, s_step, x, ldx, y, ldy))
 
 CPU_INLINE void mul_row_body(int32_t n, const float *x, float *y)
 {
@@ -97,25 +105,24 @@ CPU_KERNEL(mul_row, (int32_t n, const float *x, float *y), (n, x, y))
 
 /* ---- the state-independent part ---- */
 
-void gdn_pair_make(const struct op_gdn_delta *a, struct gdn_chunk c, int32_t i_key_head,
-                   struct gdn_pair *out, void *mm)
+void gdn_keys_copy(const struct op_gdn_delta *a, struct gdn_chunk c, int32_t i_key_head,
+                   struct gdn_keys *out)
 {
-    int32_t K = a->d.K;
-    size_t ld = (size_t)a->d.H * K, at = (size_t)c.tok * ld + (size_t)i_key_head * K;
-    const float *q = (const float *)a->q + at, *k = (const float *)a->k + at;
-    /* Blocks of rows stop at their own diagonal block. */
-    for (int32_t i = 0; i < c.n; i += TRI) {
-        int32_t m = c.n - i < TRI ? c.n - i : TRI, n = i + m;
-        size_t row = (size_t)i * CHUNK_TOKENS;
-        cpu_mm(CPU_MM_SET, false, true, m, n, K, k + i * ld, (int64_t)ld, k, (int64_t)ld,
-               out->kk + row, CHUNK_TOKENS, mm);
-        cpu_mm(CPU_MM_SET, false, true, m, n, K, q + i * ld, (int64_t)ld, k, (int64_t)ld,
-               out->qk + row, CHUNK_TOKENS, mm);
+    size_t K = a->d.K, ld = a->d.H * K, at = (size_t)c.tok * ld + (size_t)i_key_head * K;
+    for (int32_t i = 0; i < c.n; i++) {
+        memcpy(out->rows + i * K, (const float *)a->k + at + i * ld, K * sizeof(float));
+        memcpy(out->rows + (c.n + i) * K, (const float *)a->q + at + i * ld, K * sizeof(float));
     }
 }
 
+void gdn_keys_multiply(int32_t n, int32_t K, struct gdn_keys *keys, void *mm)
+{
+    cpu_mm(CPU_MM_SET, false, true, 2 * n, n, K, keys->rows, K, keys->rows, K, keys->dots,
+           CHUNK_TOKENS, mm);
+}
+
 void gdn_prep_make(const struct op_gdn_delta *a, struct gdn_chunk c, int32_t i_head,
-                   const struct gdn_pair *pair, struct gdn_prep *out)
+                   const struct gdn_keys *keys, struct gdn_prep *out)
 {
     double sum[CHUNK_TOKENS], total = 0;
     float beta[CHUNK_TOKENS];
@@ -133,12 +140,17 @@ void gdn_prep_make(const struct op_gdn_delta *a, struct gdn_chunk c, int32_t i_h
         size_t row = (size_t)i * CHUNK_TOKENS;
         diff(n, sum[i], sum, D);
         cpu_vec_exp(n, D, D);
-        gate_row(i, n, beta[i], D, pair->kk + row, pair->qk + row, out->L + row, out->P + row);
-        out->decay[i] = (float)sum[i];
-        out->rest[i] = (float)(total - sum[i]);
+        gate_row(i, n, beta[i], D, keys->dots + row,
+                 keys->dots + (size_t)c.n * CHUNK_TOKENS + row, out->L + row, out->P + row);
     }
-    cpu_vec_exp(c.n, out->decay, out->decay);
-    cpu_vec_exp(c.n, out->rest, out->rest);
+    /* e^c_i and e^(c_last - c_i): differences to a row before the first, and from the last. */
+    double minus[CHUNK_TOKENS];
+    for (int32_t i = 0; i < CHUNK_TOKENS; i++)
+        minus[i] = -sum[i];
+    diff(CHUNK_TOKENS, 0, minus, out->decay);
+    cpu_vec_exp(CHUNK_TOKENS, out->decay, out->decay);
+    diff(CHUNK_TOKENS, total, sum, out->rest);
+    cpu_vec_exp(CHUNK_TOKENS, out->rest, out->rest);
 }
 
 /* ---- the part with the state ---- */
@@ -160,32 +172,30 @@ void gdn_chunk_apply(const struct op_gdn_delta *a, struct gdn_chunk c, int32_t i
                      int32_t v0, int32_t n_v, const struct gdn_prep *prep, float *S,
                      struct gdn_scratch *s)
 {
-    int32_t H = a->d.H, HV = a->d.HV, K = a->d.K, V = a->d.V;
-    int64_t ldk = (int64_t)H * K, ldv = (int64_t)HV * V;
-    size_t at_k = (size_t)c.tok * ldk + (size_t)(i_head / (HV / H)) * K;
-    size_t at_v = (size_t)c.tok * ldv + (size_t)i_head * V + v0;
-    const float *q = (const float *)a->q + at_k, *k = (const float *)a->k + at_k;
+    int32_t HV = a->d.HV, K = a->d.K, V = a->d.V;
+    size_t ldv = (size_t)HV * V, at_v = (size_t)c.tok * ldv + (size_t)i_head * V + v0;
     const float *v = (const float *)a->v + at_v;
-    float *o = (float *)a->o + at_v, *X = s->X;
+    float *o = (float *)a->o + at_v, *X = s->R, *QS = s->R + (size_t)c.n * n_v;
     S += v0;
 
-    cpu_mm(CPU_MM_SET, false, false, c.n, n_v, K, k, ldk, S, V, X, n_v, s->mm);
+    cpu_mm(CPU_MM_SET, false, false, 2 * c.n, n_v, K, s->keys.rows, K, S, V, s->R, n_v, s->mm);
     for (int32_t i = 0; i < c.n; i++)
         delta_row(n_v, a->beta[(size_t)(c.tok + i) * HV + i_head], prep->decay[i], v + i * ldv,
                   X + (size_t)i * n_v);
     solve_chunk(prep->L, c.n, n_v, X, s->mm);
 
-    cpu_mm(CPU_MM_SET, false, false, c.n, n_v, K, q, ldk, S, V, o, ldv, s->mm);
-    scale_rows(c.n, n_v, prep->decay, 1, o, ldv);
+    scale_rows(c.n, n_v, prep->decay, 1, QS, n_v, QS, n_v);
     for (int32_t i = 0; i < c.n; i += TRI) {
         int32_t m = c.n - i < TRI ? c.n - i : TRI;
         cpu_mm(CPU_MM_ADD, false, false, m, n_v, i + m, prep->P + (size_t)i * CHUNK_TOKENS,
-               CHUNK_TOKENS, X, n_v, o + i * ldv, ldv, s->mm);
+               CHUNK_TOKENS, X, n_v, QS + (size_t)i * n_v, n_v, s->mm);
     }
+    for (int32_t i = 0; i < c.n; i++)
+        memcpy(o + i * ldv, QS + (size_t)i * n_v, (size_t)n_v * sizeof(float));
 
-    scale_rows(c.n, n_v, prep->rest, 1, X, n_v);
-    scale_rows(K, n_v, prep->decay + c.n - 1, 0, S, V);
-    cpu_mm(CPU_MM_ADD, true, false, K, n_v, c.n, k, ldk, X, n_v, S, V, s->mm);
+    scale_rows(c.n, n_v, prep->rest, 1, X, n_v, X, n_v);
+    scale_rows(K, n_v, prep->decay + c.n - 1, 0, S, V, S, V);
+    cpu_mm(CPU_MM_ADD, true, false, K, n_v, c.n, s->keys.rows, K, X, n_v, S, V, s->mm);
 }
 
 void gdn_gate_rows(const struct op_gdn_delta *a, int32_t i_head, int32_t tok, int32_t n)

@@ -39,6 +39,7 @@ CPU_INLINE void add_square_body(int32_t n, float *x, const float *y, float *sum)
     vf acc[4] = {{0}};
     int32_t i = 0;
     for (; i + 4 * VEC <= n; i += 4 * VEC)
+#pragma GCC unroll 4
         for (int32_t u = 0; u < 4; u++) {
             vf v = VF_LOAD(x + i + u * VEC);
             if (y) {
