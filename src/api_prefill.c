@@ -431,6 +431,9 @@ static void answer(struct exchange *x)
         drop(a, x, r);
         return;
     }
+    bool is_ending = atomic_load(&a->phase) == PHASE_DRAINING;
+    if (is_ending)
+        exchange_set_close(x);
     if (r->outcome == OUTCOME_OK) {
         struct buf b;
         buf_init(&b);
@@ -440,7 +443,6 @@ static void answer(struct exchange *x)
         return;
     }
     bool is_lost = atomic_load(&a->metrics->device_lost);
-    bool is_ending = atomic_load(&a->phase) == PHASE_DRAINING;
     int status = r->outcome == OUTCOME_DEADLINE   ? 504
                  : r->outcome == OUTCOME_OVERLOAD ? 503
                  : is_lost || is_ending           ? 503

@@ -111,6 +111,12 @@ static inline const char *answer_header(const struct answer *a, const char *name
     return NULL;
 }
 
+static inline int answer_has(const struct answer *a, const char *name, const char *value)
+{
+    const char *found = answer_header(a, name);
+    return found && strcmp(found, value) == 0;
+}
+
 static inline void answer_free(struct answer *a)
 {
     free(a->body);
