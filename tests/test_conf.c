@@ -6,6 +6,7 @@
 
 #include "buf.h"
 #include "conf.h"
+#include "leaks.h"
 #include "log.h"
 #include "rng.h"
 #include "sched.h"
@@ -20,6 +21,7 @@ static void fini(void)
 {
     conf_fini(&c);
     unlink(path);
+    leaks_check();
 }
 
 TestSuite(conf, .fini = fini);
