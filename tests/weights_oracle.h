@@ -53,7 +53,7 @@ static void put(struct writer *w, const char *name, int64_t d0, int64_t d1, int6
 static void put_layer(struct writer *w, int32_t l, const char *suffix, int64_t d0, int64_t d1,
                       int64_t d2)
 {
-    char name[160];
+    char name[256];
     snprintf(name, sizeof(name), "%slayers.%d.%s", w->prefix, l, suffix);
     put(w, name, d0, d1, d2);
 }
@@ -189,7 +189,7 @@ struct seen {
 
 static const struct st_tensor *tensor(const struct seen *s, const char *suffix)
 {
-    char name[160];
+    char name[256];
     if (s->layer < 0)
         snprintf(name, sizeof(name), "%s%s", s->prefix, suffix);
     else
