@@ -98,6 +98,14 @@ static int init_pairs(struct bpe *b, const struct merge *merges, int32_t n_merge
     return 0;
 }
 
+static int merge(const struct bpe *b, struct bpe_scratch *s, const unsigned char *piece,
+                 size_t len, struct id_list *out)
+{
+    if (len <= BPE_MAX_SCAN_BYTES)
+        return bpe_merge_scan(b, piece, len, out);
+    return bpe_merge_heap(b, s, piece, len, out);
+}
+
 static inline uint64_t whole_slot(uint64_t hash, int32_t id)
 {
     return (hash & ~(uint64_t)TOKENIZER_MAX_IDS) | (uint64_t)id;
@@ -117,7 +125,7 @@ static int init_whole(struct bpe *b)
         if (len < 2)
             continue;
         made.n = 0;
-        code = bpe_encode(b, &scratch, (const unsigned char *)bytes, len, &made);
+        code = merge(b, &scratch, (const unsigned char *)bytes, len, &made);
         if (code != 0 || made.n != 1 || made.ids[0] != id)
             continue;
         uint64_t hash = hash_bytes(bytes, len);
@@ -139,7 +147,9 @@ int bpe_init(struct bpe *b, const struct token_table *tokens, const int32_t byte
     b->tokens = tokens;
     memcpy(b->byte_id, byte_id, sizeof(b->byte_id));
     int code = init_pairs(b, merges, n_merges);
-    return code != 0 ? code : init_whole(b);
+    if (code == 0)
+        code = init_whole(b);
+    return code != 0 ? code : bpe_init_joins(b);
 }
 
 void bpe_fini(struct bpe *b)
@@ -148,12 +158,18 @@ void bpe_fini(struct bpe *b)
     free(b->made);
     free(b->pairs.slots);
     free(b->whole.slots);
+    free(b->joins);
     memset(b, 0, sizeof(*b));
 }
 
-static int32_t find_whole(const struct bpe *b, const char *piece, size_t len)
+/* The token that the merges make of all of piece, or -1 when that is not known. */
+static inline int32_t find_whole(const struct bpe *b, const unsigned char *piece, size_t len)
 {
-    uint64_t hash = hash_bytes(piece, len);
+    if (len == 1)
+        return b->byte_id[piece[0]];
+    if (len > b->max_whole_bytes)
+        return -1;
+    uint64_t hash = hash_bytes((const char *)piece, len);
     size_t i = hash_table_first(&b->whole, hash);
     for (; b->whole.slots[i] != UINT64_MAX; i = hash_table_next(&b->whole, i)) {
         int32_t id = (int32_t)(b->whole.slots[i] & TOKENIZER_MAX_IDS);
@@ -164,21 +180,28 @@ static int32_t find_whole(const struct bpe *b, const char *piece, size_t len)
     return -1;
 }
 
+static inline int add_id(struct id_list *out, int32_t id)
+{
+    if (id_list_reserve(out, 1) != 0)
+        return ERR_NOMEM;
+    out->ids[out->n++] = id;
+    return 0;
+}
+
 int bpe_encode(const struct bpe *b, struct bpe_scratch *s, const unsigned char *piece,
                size_t len, struct id_list *out)
 {
-    int32_t id = -1;
-    if (len == 1)
-        id = b->byte_id[piece[0]];
-    else if (len <= b->max_whole_bytes)
-        id = find_whole(b, (const char *)piece, len);
-    if (id >= 0) {
-        if (id_list_reserve(out, 1) != 0)
-            return ERR_NOMEM;
-        out->ids[out->n++] = id;
-        return 0;
+    int32_t id = find_whole(b, piece, len);
+    int code = 0;
+
+    if (id >= 0)
+        return add_id(out, id);
+    while (len > 0 && code == 0) {
+        size_t n = bpe_next_cut(b, piece, len);
+        id = find_whole(b, piece, n);
+        code = id >= 0 ? add_id(out, id) : merge(b, s, piece, n, out);
+        piece += n;
+        len -= n;
     }
-    if (len <= BPE_MAX_SCAN_BYTES)
-        return bpe_merge_scan(b, piece, len, out);
-    return bpe_merge_heap(b, s, piece, len, out);
+    return code;
 }

@@ -8,6 +8,18 @@
 /* block_of holds a byte; the generated data make about 150 different blocks. */
 #define MAX_BLOCKS 256
 
+/* The flags of one block's code points; *run is the run that holds the first of them, and becomes
+ * the one that holds the last. */
+static void fill_block(uint32_t block, size_t *run, uint8_t flags[CHAR_BLOCK])
+{
+    for (uint32_t i = 0; i < CHAR_BLOCK; i++) {
+        while (*run + 1 < tokenizer_unicode_n_runs &&
+               tokenizer_unicode_runs[*run + 1] >> 8 <= block * CHAR_BLOCK + i)
+            ++*run;
+        flags[i] = (uint8_t)tokenizer_unicode_runs[*run];
+    }
+}
+
 int char_table_init(struct char_table *c)
 {
     size_t n_blocks = 0, run = 0;
@@ -17,13 +29,7 @@ int char_table_init(struct char_table *c)
         return ERR_NOMEM;
     for (uint32_t block = 0; block < CHAR_N_BLOCKS; block++) {
         uint8_t flags[CHAR_BLOCK];
-        for (uint32_t i = 0; i < CHAR_BLOCK; i++) {
-            uint32_t code = block * CHAR_BLOCK + i;
-            while (run + 1 < tokenizer_unicode_n_runs &&
-                   tokenizer_unicode_runs[run + 1] >> 8 <= code)
-                run++;
-            flags[i] = (uint8_t)tokenizer_unicode_runs[run];
-        }
+        fill_block(block, &run, flags);
         size_t same = n_blocks;
         while (same > 0 && memcmp(c->blocks + (same - 1) * CHAR_BLOCK, flags, CHAR_BLOCK) != 0)
             same--;

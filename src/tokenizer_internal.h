@@ -104,7 +104,7 @@ void added_set_fini(struct added_set *a);
 ptrdiff_t added_set_find(const struct added_set *a, const char *text, size_t len, size_t from,
                          size_t *at);
 
-/* ---- byte pair encoding (tokenizer_bpe.c, tokenizer_merge.c) */
+/* ---- byte pair encoding (tokenizer_bpe.c, tokenizer_cut.c, tokenizer_merge.c) */
 
 struct token_table {
     int32_t n;         /* largest id + 1 */
@@ -156,6 +156,7 @@ struct bpe {
     int32_t *made;       /* [n_merges] by rank: the id that a merge makes */
     struct hash_table pairs; /* entry: left << 43 | right << 22 | rank */
     struct hash_table whole; /* entry: hash of the bytes, its low 21 bits replaced by the id */
+    uint64_t *joins;         /* bits: which neighbours a token may join, see tokenizer_cut.c */
     size_t max_whole_bytes;  /* the longest token in `whole` */
     size_t max_made_bytes;   /* no id of a piece stands for more bytes */
 };
@@ -209,13 +210,20 @@ struct bpe_scratch {
 
 void bpe_scratch_fini(struct bpe_scratch *s);
 
-/* Appends the ids of one piece of the split, len > 0 bytes. */
+/* Appends the ids of one piece of the split, len > 0 bytes of well-formed UTF-8. */
 int bpe_encode(const struct bpe *b, struct bpe_scratch *s, const unsigned char *piece,
                size_t len, struct id_list *out);
 
-/* The two bodies of it. The first takes len <= BPE_MAX_SCAN_BYTES; about there the second becomes
+/* Fills b->joins (tokenizer_cut.c). Returns 0 or ERR_NOMEM. */
+int bpe_init_joins(struct bpe *b);
+
+/* The length of the start of a piece that merges by itself whatever follows: the ids of a piece are
+ * those of this part and those of the rest. len when there is no such place before the end. */
+size_t bpe_next_cut(const struct bpe *b, const unsigned char *piece, size_t len);
+
+/* The two bodies of merging, for any bytes. The first takes len <= BPE_MAX_SCAN_BYTES; about there the second becomes
  * faster (tests/bench/tokenizer). */
-#define BPE_MAX_SCAN_BYTES 128
+#define BPE_MAX_SCAN_BYTES 256
 int bpe_merge_scan(const struct bpe *b, const unsigned char *piece, size_t len,
                    struct id_list *out);
 int bpe_merge_heap(const struct bpe *b, struct bpe_scratch *s, const unsigned char *piece,
