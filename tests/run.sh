@@ -118,7 +118,7 @@ build_and_check() {
         run="setarch $(uname -m) -R"
     fi
     # shellcheck disable=SC2086
-    stage "$variant: check" "$dir" timeout -k 10 $hang_s $run make -j"$jobs" check
+    stage "$variant: check" "$dir" timeout --foreground -k 10 $hang_s $run make -j"$jobs" check
 }
 
 # In the build directory: what make install puts where, and that make uninstall takes it away.
@@ -158,7 +158,7 @@ if stage "autoreconf" . autoreconf -i; then
     if [ -x build/plain/prefilld ]; then
         stage "plain: install" build/plain check_install
         # The tarball has all that it needs: it is unpacked, built and tested elsewhere.
-        stage "plain: distcheck" build/plain timeout -k 10 $hang_s make -j"$jobs" distcheck
+        stage "plain: distcheck" build/plain timeout --foreground -k 10 $hang_s make -j"$jobs" distcheck
     fi
     build_and_check asan CFLAGS='-O1 -g -Werror' --enable-sanitize=address,undefined
     build_and_check tsan CFLAGS='-O1 -g -Werror' --enable-sanitize=thread
