@@ -142,6 +142,20 @@ check_install() {
     rm -rf "$dest"
 }
 
+# The kernels compile for both kinds of card; running them needs one (tests/gpu).
+compile_kernels() {
+    nvcc=$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)
+    if [ ! -x "$nvcc" ]; then
+        echo "kernels: compile             skipped         no nvcc (CUDA Toolkit)"
+        skipped=$((skipped + 1))
+        return
+    fi
+    out=$root/build/gpu
+    # shellcheck disable=SC2046
+    stage "kernels: compile" tests/gpu make -j"$jobs" NVCC="$nvcc" OUT="$out" \
+        $(for file in kernels/*.cu; do echo "$out/o/$(basename "$file" .cu).o"; done)
+}
+
 mkdir -p "$logs" || exit 1
 # shellcheck disable=SC2086
 missing=$(packages_missing $packages)
@@ -162,6 +176,7 @@ if stage "autoreconf" . autoreconf -i; then
     fi
     build_and_check asan CFLAGS='-O1 -g -Werror' --enable-sanitize=address,undefined
     build_and_check tsan CFLAGS='-O1 -g -Werror' --enable-sanitize=thread
+    compile_kernels
 fi
 complete=yes
 exit 0
