@@ -7,6 +7,9 @@
 
 #include "backend.h"
 
+_Static_assert(sizeof(((struct request *)0)->next_top) == TOP_MAX * sizeof(struct top_entry),
+               "next_top holds TOP_MAX candidates");
+
 /* calloc, so that what no step has written reads as zeros, and so that the pages of a large
  * answer cost memory only when they are written. */
 static int alloc_answer(struct request *r)

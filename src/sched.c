@@ -20,15 +20,18 @@ struct heap {
     int32_t n;
 };
 
+/* What a plan reads of an item, beside the node. */
 struct entry {
     struct sched_item *item; /* NULL: not in use */
-    int64_t arrival_us;      /* of the item */
-    int32_t n_left;          /* tokens of the item not yet planned */
+    int64_t arrival_us;
+    int32_t n_pages;
+    int32_t n_left; /* tokens not yet planned */
 };
 
 struct sched {
     struct sched_config c;
-    double rate; /* in use, tokens a microsecond; 0 before the first plan */
+    double rate;         /* in use, tokens a microsecond; 0 before the first plan */
+    double us_per_token; /* 1 / rate; 0 before the first plan */
     struct heap waiting, running, deadlines;
     struct entry *entries; /* [cap] */
     int32_t *free_entries; /* [cap] stack */
@@ -38,13 +41,12 @@ struct sched {
 
 /* ---- heaps ---- */
 
+/* Without branches: which of two children comes first is a coin toss. */
 static bool comes_before(const struct node *a, const struct node *b)
 {
-    if (a->priority != b->priority)
-        return a->priority < b->priority;
-    if (a->key_us != b->key_us)
-        return a->key_us < b->key_us;
-    return a->seq < b->seq;
+    return (a->priority < b->priority) |
+           ((a->priority == b->priority) &
+            ((a->key_us < b->key_us) | ((a->key_us == b->key_us) & (a->seq < b->seq))));
 }
 
 static void heap_set(struct heap *h, int32_t i, const struct node *x)
@@ -67,8 +69,8 @@ static void heap_rise(struct heap *h, int32_t i, struct node x)
 static void heap_sink(struct heap *h, int32_t i, struct node x)
 {
     for (int32_t child; (child = 2 * i + 1) < h->n; i = child) {
-        if (child + 1 < h->n && comes_before(&h->nodes[child + 1], &h->nodes[child]))
-            child++;
+        if (child + 1 < h->n)
+            child += comes_before(&h->nodes[child + 1], &h->nodes[child]);
         if (!comes_before(&h->nodes[child], &x))
             break;
         heap_set(h, i, &h->nodes[child]);
@@ -145,12 +147,11 @@ static int grow(struct sched *s, int32_t new_cap)
 
 static int64_t key_of(const struct sched *s, const struct entry *e)
 {
-    if (s->c.policy == SCHED_FCFS || s->rate == 0)
+    if (s->c.policy == SCHED_FCFS)
         return e->arrival_us;
-    double service_us = e->n_left / s->rate;
-    if (service_us > (double)SCHED_MAX_SERVICE_US)
-        return e->arrival_us + SCHED_MAX_SERVICE_US;
-    return e->arrival_us + (int64_t)service_us;
+    double service_us = e->n_left * s->us_per_token;
+    return e->arrival_us + (service_us < (double)SCHED_MAX_SERVICE_US ? (int64_t)service_us
+                                                                      : SCHED_MAX_SERVICE_US);
 }
 
 static struct node node_of(const struct sched *s, int32_t i_entry)
@@ -186,6 +187,7 @@ static void use_rate(struct sched *s, double rate)
     if (s->c.policy == SCHED_FCFS || change <= s->rate / 32)
         return;
     s->rate = rate;
+    s->us_per_token = 1 / rate;
     rank_anew(s, &s->waiting);
     rank_anew(s, &s->running);
 }
@@ -229,7 +231,8 @@ int sched_add(struct sched *s, struct sched_item *item)
     if (s->n_free == 0 && grow(s, s->cap + s->cap / 2 + 1))
         return ERR_NOMEM;
     int32_t i = s->free_entries[--s->n_free];
-    s->entries[i] = (struct entry){item, item->arrival_us, item->n_tokens - item->n_planned};
+    s->entries[i] =
+        (struct entry){item, item->arrival_us, item->n_pages, item->n_tokens - item->n_planned};
     item->i_entry = i;
     s->backlog_tokens += s->entries[i].n_left;
     heap_add(&s->waiting, node_of(s, i));
@@ -258,7 +261,7 @@ struct sched_item *sched_pop_expired(struct sched *s, int64_t now_us)
 static struct heap *next_heap(struct sched *s, int32_t n_slots, int32_t n_pages)
 {
     bool can_admit = s->waiting.n > 0 && n_slots > 0 &&
-                     s->entries[s->waiting.nodes[0].i_entry].item->n_pages <= n_pages;
+                     s->entries[s->waiting.nodes[0].i_entry].n_pages <= n_pages;
     if (s->running.n == 0)
         return can_admit ? &s->waiting : NULL;
     if (can_admit && comes_before(&s->waiting.nodes[0], &s->running.nodes[0]))
@@ -271,15 +274,28 @@ static int32_t align_down(int32_t n_tokens)
     return n_tokens - n_tokens % SCHED_ALIGN_TOKENS;
 }
 
-/* Cuts the next piece, of at most limit (>= 64) tokens. */
-static struct sched_piece cut(struct entry *e, int32_t limit)
+/* Cuts the next piece, of at most limit (>= 64) tokens, all of it but what is read from the
+ * item. */
+static struct sched_piece cut(struct sched *s, int32_t i_entry, int32_t limit)
 {
-    struct sched_piece p = {.item = e->item, .start = e->item->n_planned};
+    struct entry *e = &s->entries[i_entry];
+    struct sched_piece p = {.item = e->item};
     p.is_last = e->n_left <= limit;
     p.n_tokens = p.is_last ? e->n_left : align_down(limit);
-    e->item->n_planned += p.n_tokens;
     e->n_left -= p.n_tokens;
+    s->backlog_tokens -= p.n_tokens;
     return p;
+}
+
+/* Advances a piece's item, which runs on or leaves. */
+static void settle(struct sched *s, struct sched_piece *p)
+{
+    p->start = p->item->n_planned;
+    p->item->n_planned += p->n_tokens;
+    if (p->is_last)
+        drop(s, p->item->i_entry);
+    else
+        heap_add(&s->running, node_of(s, p->item->i_entry));
 }
 
 int32_t sched_plan(struct sched *s, const struct sched_room *room, struct sched_piece *pieces)
@@ -296,29 +312,25 @@ int32_t sched_plan(struct sched *s, const struct sched_room *room, struct sched_
     while (from && n < s->c.max_seqs && left >= SCHED_ALIGN_TOKENS) {
         struct node first = from->nodes[0];
         bool is_first = from == &s->waiting;
+        __builtin_prefetch(s->entries[first.i_entry].item, 1);
         heap_remove(from, first.i_entry);
         if (is_first) {
             n_slots--;
-            n_pages -= s->entries[first.i_entry].item->n_pages;
+            n_pages -= s->entries[first.i_entry].n_pages;
         }
         from = next_heap(s, n_slots, n_pages);
         /* Those with a piece already rank before: the same or a better priority. Of those
          * behind, the next one has the best. */
         bool is_shared =
             n > 0 || (from && s->c.max_seqs > 1 && from->nodes[0].priority == first.priority);
-        int32_t limit = is_shared && shared_limit < left ? shared_limit : left;
-        pieces[n] = cut(&s->entries[first.i_entry], limit);
+        pieces[n] =
+            cut(s, first.i_entry, is_shared && shared_limit < left ? shared_limit : left);
         pieces[n].is_first = is_first;
-        s->backlog_tokens -= pieces[n].n_tokens;
         left -= pieces[n++].n_tokens;
     }
-    /* Only now, so that none gets two pieces. */
-    for (int32_t i = 0; i < n; i++) {
-        if (pieces[i].is_last)
-            drop(s, pieces[i].item->i_entry);
-        else
-            heap_add(&s->running, node_of(s, pieces[i].item->i_entry));
-    }
+    /* Only now, so that none gets two pieces, and that the items come from memory meanwhile. */
+    for (int32_t i = 0; i < n; i++)
+        settle(s, &pieces[i]);
     return n;
 }
 
