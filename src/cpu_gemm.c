@@ -4,13 +4,14 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 /* Rows in the kernel's form for one pass: enough for 512 rows of the widest model seen
  * (17408 columns); a larger product takes several passes. */
 #define A_BYTES ((size_t)64 << 20)
 enum {
     MAX_BLOCKS = 2048,
-    MAX_BLOCK_ROWS = 256,
+    MAX_RANGE_COLS = 768, /* the sums of a block of rows stay in the second-level cache */
     ITEMS_PER_THREAD = 6, /* so that a thread held up by the system costs a sixth at most */
     MIN_RANGE_PANELS = 4,
     PACK_INLINE_ELEMENTS = 8192 /* under this a second fan-out costs more than it saves */
@@ -34,21 +35,48 @@ struct pass {
     int32_t range_panels; /* a multiple of tile_panels */
 };
 
+extern const struct cpu_gemm_isa cpu_gemm_isa_amx, cpu_gemm_isa_plain;
+
+const struct cpu_gemm_isa *const cpu_gemm_isas[] = {&cpu_gemm_isa_amx, &cpu_gemm_isa_plain};
+const int cpu_gemm_n_isas = sizeof(cpu_gemm_isas) / sizeof(cpu_gemm_isas[0]);
+
+static size_t round_up(size_t n, size_t unit)
+{
+    return (n + unit - 1) / unit * unit;
+}
+
+/* Room for n bytes on large pages where the system has them: tiles stride far. */
+static void *alloc_pages(size_t n)
+{
+    enum { LARGE_PAGE = 2 << 20 };
+    void *p = aligned_alloc(LARGE_PAGE, round_up(n, LARGE_PAGE));
+    if (p)
+        madvise(p, round_up(n, LARGE_PAGE), MADV_HUGEPAGE);
+    return p;
+}
+
 int cpu_gemm_ctx_init(struct cpu_gemm_ctx *g, int32_t n_threads)
 {
     *g = (struct cpu_gemm_ctx){.n_threads = n_threads, .a_bytes = A_BYTES};
-    g->isa = cpu_gemm_isas()[0];
-    for (int i = 0; cpu_gemm_isas()[i]; i++) {
-        const struct cpu_gemm_isa *isa = cpu_gemm_isas()[i];
+    size_t sum_bytes = 0;
+    for (int i = 0; i < cpu_gemm_n_isas; i++) {
+        const struct cpu_gemm_isa *isa = cpu_gemm_isas[i];
+        if (!isa->is_available())
+            continue;
+        if (!g->isa)
+            g->isa = isa;
         size_t bytes = isa->unpacked_bytes(isa->k_block) * (size_t)isa->tile_panels;
-        if (bytes > g->w_bytes_each)
-            g->w_bytes_each = bytes;
+        if (bytes > g->unpacked_bytes)
+            g->unpacked_bytes = round_up(bytes, 64);
+        bytes = sizeof(float) * (size_t)isa->block_rows * MAX_RANGE_COLS;
+        if (bytes > sum_bytes)
+            sum_bytes = bytes;
     }
-    g->w_bytes_each = (g->w_bytes_each + 63) / 64 * 64;
+    g->own_bytes = round_up(g->unpacked_bytes + sum_bytes, 4096);
     g->blocks = calloc(MAX_BLOCKS, sizeof(*g->blocks));
-    g->a = aligned_alloc(64, g->a_bytes);
-    g->w = aligned_alloc(64, g->w_bytes_each * (size_t)n_threads);
-    if (g->blocks && g->a && g->w)
+    g->a = alloc_pages(g->a_bytes);
+    g->own = alloc_pages(g->own_bytes * (size_t)n_threads);
+    if (g->blocks && g->a && g->own)
         return 0;
     cpu_gemm_ctx_fini(g);
     return ERR_NOMEM;
@@ -58,15 +86,16 @@ void cpu_gemm_ctx_fini(struct cpu_gemm_ctx *g)
 {
     free(g->blocks);
     free(g->a);
-    free(g->w);
+    free(g->own);
     *g = (struct cpu_gemm_ctx){0};
 }
 
 bool cpu_gemm_select(struct cpu_pool *pool, const char *name)
 {
-    for (int i = 0; cpu_gemm_isas()[i]; i++) {
-        if (strcmp(cpu_gemm_isas()[i]->name, name) == 0) {
-            cpu_pool_gemm(pool)->isa = cpu_gemm_isas()[i];
+    for (int i = 0; i < cpu_gemm_n_isas; i++) {
+        const struct cpu_gemm_isa *isa = cpu_gemm_isas[i];
+        if (strcmp(isa->name, name) == 0 && isa->is_available()) {
+            cpu_pool_gemm(pool)->isa = isa;
             return true;
         }
     }
@@ -102,7 +131,7 @@ static void pack_rows(const struct pass *p, const struct cpu_gemm_block *b, int3
                 row = b->job->a_rows[row];
             rows[i] = b->job->a + row * p->lda + k;
         }
-        isa->pack_a(n, n_k, rows, dst);
+        isa->pack_a(p->w->dtype, n, n_k, rows, dst);
         dst += isa->a_bytes(isa->tile_rows, isa->k_block);
     }
 }
@@ -141,6 +170,28 @@ static void fetch_panels(const struct pass *p, const uint8_t *mat, int32_t panel
     }
 }
 
+/* One block of k, one group of panels, all rows of the block. */
+static void product_panels(const struct pass *p, const struct cpu_gemm_block *b,
+                           const uint8_t *a, int32_t panel, float *sums, bool is_last,
+                           struct cpu_gemm_tile *t)
+{
+    const struct cpu_gemm_isa *isa = p->g->isa;
+    size_t tile_bytes = isa->a_bytes(isa->tile_rows, isa->k_block);
+    int32_t max_cols = isa->tile_panels * PANEL, n_tiles = ceil_div(b->n_rows, isa->tile_rows);
+    for (int32_t i = 0; i < n_tiles; i++) {
+        int32_t r = i * isa->tile_rows;
+        t->n_rows = b->n_rows - r < isa->tile_rows ? b->n_rows - r : isa->tile_rows;
+        t->a = a + (size_t)i * tile_bytes;
+        if (t->sums)
+            t->sums = sums;
+        t->c = is_last ? b->job->c + (b->row + r) * p->ldc + (int64_t)panel * PANEL : sums;
+        t->ldc = is_last ? p->ldc : max_cols;
+        t->is_whole = !is_last || (t->n_rows == isa->tile_rows && t->n_cols == max_cols);
+        isa->kernel(p->w->dtype, t);
+        sums += isa->tile_rows * max_cols;
+    }
+}
+
 /* A block of rows times a range of panels. */
 static void product_item(void *arg, int64_t item, int32_t thread)
 {
@@ -149,31 +200,30 @@ static void product_item(void *arg, int64_t item, int32_t thread)
     const struct cpu_gemm_isa *isa = g->isa;
     const struct weight *w = p->w;
     const struct cpu_gemm_block *b = &g->blocks[item % p->n_blocks];
-    const struct cpu_gemm_job *job = b->job;
     int32_t first = (int32_t)(item / p->n_blocks) * p->range_panels;
     int32_t last = first + p->range_panels;
     if (last > ceil_div(w->rows, PANEL))
         last = ceil_div(w->rows, PANEL);
     const uint8_t *mat = (const uint8_t *)w->data +
-                         (size_t)job->i_mat * cpu_pack_bytes(1, w->rows, w->cols, w->dtype);
-    size_t tile_bytes = isa->a_bytes(isa->tile_rows, isa->k_block);
+                         (size_t)b->job->i_mat * cpu_pack_bytes(1, w->rows, w->cols, w->dtype);
+    uint8_t *own = g->own + (size_t)thread * g->own_bytes;
+    size_t group_sums =
+        (size_t)ceil_div(b->n_rows, isa->tile_rows) * isa->tile_rows * isa->tile_panels * PANEL;
     if (isa->enter)
         isa->enter(b->n_rows);
     for (int32_t i_kb = 0; i_kb < p->n_kb; i_kb++) {
         int32_t k = i_kb * isa->k_block;
-        struct cpu_gemm_tile t = {.first = i_kb == 0, .ldc = p->ldc};
-        t.n_k = w->cols - k < isa->k_block ? w->cols - k : isa->k_block;
         const uint8_t *a = g->a + b->a_at + (size_t)i_kb * block_kb_bytes(isa, b->n_rows);
+        float *sums = (float *)(own + g->unpacked_bytes);
         for (int32_t panel = first; panel < last; panel += isa->tile_panels) {
             int32_t cols = w->rows - panel * PANEL, max_cols = isa->tile_panels * PANEL;
-            t.n_cols = cols < max_cols ? cols : max_cols;
-            fetch_panels(p, mat, panel, k, g->w + (size_t)thread * g->w_bytes_each, &t);
-            for (int32_t r = 0; r < b->n_rows; r += isa->tile_rows) {
-                t.n_rows = b->n_rows - r < isa->tile_rows ? b->n_rows - r : isa->tile_rows;
-                t.a = a + (size_t)(r / isa->tile_rows) * tile_bytes;
-                t.c = job->c + (b->row + r) * p->ldc + (int64_t)panel * PANEL;
-                isa->kernel(w->dtype, &t);
-            }
+            struct cpu_gemm_tile t = {.n_cols = cols < max_cols ? cols : max_cols,
+                                      .n_k = w->cols - k < isa->k_block ? w->cols - k
+                                                                        : isa->k_block,
+                                      .sums = i_kb > 0 ? sums : NULL};
+            fetch_panels(p, mat, panel, k, own, &t);
+            product_panels(p, b, a, panel, sums, i_kb == p->n_kb - 1, &t);
+            sums += group_sums;
         }
     }
     if (isa->leave)
@@ -196,6 +246,8 @@ static void run_pass(struct cpu_pool *pool, struct pass *p)
 
     int32_t n_panels = ceil_div(p->w->rows, PANEL);
     int32_t n_ranges = ceil_div(g->n_threads * ITEMS_PER_THREAD, p->n_blocks);
+    if (n_ranges < ceil_div(p->w->rows, MAX_RANGE_COLS))
+        n_ranges = ceil_div(p->w->rows, MAX_RANGE_COLS);
     p->range_panels = ceil_div(n_panels, n_ranges);
     if (p->range_panels < MIN_RANGE_PANELS)
         p->range_panels = MIN_RANGE_PANELS;

@@ -20,7 +20,7 @@ float cpu_f16_to_f32(uint16_t h)
 
 size_t cpu_panel_bytes(int32_t cols, enum dtype dtype)
 {
-    size_t n = dtype == DTYPE_BF16 ? ((size_t)cols + 1) / 2 * 2 : (size_t)cols;
+    size_t n = dtype == DTYPE_BF16 ? ((size_t)cols + 31) / 32 * 32 : (size_t)cols;
     return n * PANEL * dtype_bytes(dtype);
 }
 
@@ -68,8 +68,7 @@ static void pack_row(const struct packing *p, const uint8_t *row, enum dtype dty
             ((float *)panel)[(size_t)k * PANEL + col] = load_f32(row, dtype, k);
             continue;
         }
-        size_t at = p->dtype == DTYPE_BF16 ? (size_t)(k / 2) * PANEL * 2 + 2 * col + k % 2
-                                           : (size_t)k * PANEL + col;
+        size_t at = p->dtype == DTYPE_BF16 ? cpu_bf16_at(k, col) : (size_t)k * PANEL + col;
         memcpy((uint16_t *)panel + at, row + (size_t)k * 2, 2);
     }
 }
@@ -84,7 +83,7 @@ static void pack_panel(void *arg, int64_t item, int32_t thread)
     size_t bytes = cpu_panel_bytes(p->cols, p->dtype);
     uint8_t *panel = p->dst + (size_t)item * bytes;
     int32_t n = p->rows - first < PANEL ? p->rows - first : PANEL;
-    if (n < PANEL || p->cols % 2)
+    if (n < PANEL || p->cols % 32)
         memset(panel, 0, bytes);
     for (int32_t i = 0; i < n; i++) {
         enum dtype dtype;

@@ -6,6 +6,11 @@
 
 enum { ROWS = 4, K_BLOCK = 256 };
 
+static bool plain_is_available(void)
+{
+    return true;
+}
+
 static size_t plain_a_bytes(int32_t n_rows, int32_t n_k)
 {
     (void)n_rows;
@@ -13,8 +18,10 @@ static size_t plain_a_bytes(int32_t n_rows, int32_t n_k)
 }
 
 /* [n_k][ROWS], missing rows zero: a short tile runs the same code as a full one. */
-static void plain_pack_a(int32_t n_rows, int32_t n_k, const float *const *rows, void *dst)
+static void plain_pack_a(enum dtype dtype, int32_t n_rows, int32_t n_k,
+                         const float *const *rows, void *dst)
 {
+    (void)dtype;
     float *d = dst;
     for (int32_t k = 0; k < n_k; k++)
         for (int32_t i = 0; i < ROWS; i++)
@@ -33,7 +40,7 @@ static void plain_unpack_w(enum dtype dtype, int32_t n_k, const void *panel, voi
     for (int32_t k = 0; k < n_k; k++) {
         for (int32_t j = 0; j < PANEL; j++) {
             if (dtype == DTYPE_BF16)
-                *d++ = cpu_bf16_to_f32(s[(size_t)(k / 2) * PANEL * 2 + 2 * j + k % 2]);
+                *d++ = cpu_bf16_to_f32(s[cpu_bf16_at(k, j)]);
             else
                 *d++ = cpu_f16_to_f32(s[(size_t)k * PANEL + j]);
         }
@@ -45,8 +52,8 @@ static void plain_kernel(enum dtype dtype, const struct cpu_gemm_tile *t)
     (void)dtype;
     float sum[ROWS][PANEL] = {0};
     const float *a = t->a, *w = t->w[0];
-    for (int32_t i = 0; i < t->n_rows && !t->first; i++)
-        memcpy(sum[i], t->c + i * t->ldc, (size_t)t->n_cols * sizeof(float));
+    if (t->sums)
+        memcpy(sum, t->sums, sizeof(sum));
     for (int32_t k = 0; k < t->n_k; k++, a += ROWS, w += PANEL)
         for (int32_t i = 0; i < ROWS; i++)
             for (int32_t j = 0; j < PANEL; j++)
@@ -57,6 +64,7 @@ static void plain_kernel(enum dtype dtype, const struct cpu_gemm_tile *t)
 
 const struct cpu_gemm_isa cpu_gemm_isa_plain = {
     .name = "plain",
+    .is_available = plain_is_available,
     .tile_rows = ROWS,
     .tile_panels = 1,
     .k_block = K_BLOCK,
@@ -68,9 +76,3 @@ const struct cpu_gemm_isa cpu_gemm_isa_plain = {
     .reads_stored = 1u << DTYPE_F32,
     .kernel = plain_kernel,
 };
-
-const struct cpu_gemm_isa *const *cpu_gemm_isas(void)
-{
-    static const struct cpu_gemm_isa *const plain[] = {&cpu_gemm_isa_plain, NULL};
-    return plain;
-}
