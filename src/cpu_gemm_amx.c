@@ -221,7 +221,7 @@ AMX_TARGET static inline __attribute__((always_inline)) void
 run_panels(const struct cpu_gemm_tile *t, float *c, int64_t ldc, int n, int parts)
 {
 #define CLEAR(p) _tile_zero(p)
-#define LOAD_SUMS(p) _tile_loadd(p, t->sums + (p)*PANEL, PANELS *PANEL * 4)
+#define LOAD_SUMS(p) _tile_loadd(p, t->sums + (p)*PANEL, PANELS * PANEL * 4)
 #define STORE_C(p) _tile_stored(p, c + (p)*PANEL, ldc * 4)
     if (t->sums)
         EACH_PANEL(n, LOAD_SUMS);
