@@ -16,7 +16,7 @@ typedef int32_t vi __attribute__((vector_size(64)));
 
 /* In memory, at any float's address. */
 typedef float vf_mem __attribute__((vector_size(64), aligned(4), may_alias));
-#define VF_LOAD(p) (*(const vf_mem *)(p))
+#define VF_LOAD(p) ((vf) * (const vf_mem *)(p))
 #define VF_STORE(p, v) (*(vf_mem *)(p) = (v))
 #define VF_SET(x) ((vf){} + (x))
 /* By element: a where the mask is all ones (as comparisons give it), else b; or else 0. */

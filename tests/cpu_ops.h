@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "backend.h"
 #include "cpu.h"
@@ -139,6 +140,20 @@ __attribute__((unused)) static void pack_free(struct pack *p)
     free(p->starts);
     free(p->slots);
     free(p->page_table);
+}
+
+/* n floats of address space without memory behind it, so that only touched pages cost anything.
+ * In front lie 2^31 floats that trap: an offset that wrapped around in 32 bits lands there. */
+__attribute__((unused)) static float *reserve(size_t n)
+{
+    size_t fence = (size_t)4 << 31;
+    char *p = mmap(NULL, fence + n * sizeof(float), PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED || mprotect(p, fence, PROT_NONE) != 0) {
+        fprintf(stderr, "test: no address space\n");
+        abort();
+    }
+    return (float *)(p + fence);
 }
 
 /* ---- random schedules: requests cut at multiples of 64, packed in any order ---- */

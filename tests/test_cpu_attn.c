@@ -1,7 +1,6 @@
 /* Full attention on the CPU: norm, rotation and paged keys and values, against f64 and bit by
  * bit; the faults of gdn.md 4 that concern it by their numbers. */
 #include <criterion/criterion.h>
-#include <sys/mman.h>
 
 #include "cpu_ops.h"
 
@@ -461,14 +460,6 @@ Test(attn, fault_26_nothing_read_past_the_own_position)
     }
     b.ops->kv_pool_free(&b, &k.pool);
     b.ops->close(&b);
-}
-
-static float *reserve(size_t n_floats)
-{
-    void *p = mmap(NULL, n_floats * sizeof(float), PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    cr_assert_neq(p, MAP_FAILED, "no address space");
-    return p;
 }
 
 /* Pages of 2 x 64 x 256 elements: page 70,000 lies past 2^31. Rows of 2^14 and more columns:

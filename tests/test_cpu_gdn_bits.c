@@ -1,7 +1,6 @@
 /* A GDN layer's operations (conv, then delta with the gated norm) on the CPU: the same bits
  * alone, in any batch, slot, thread count, cut at any multiples of 64. */
 #include <criterion/criterion.h>
-#include <sys/mman.h>
 
 #include "gdn_ref.h"
 
@@ -207,15 +206,30 @@ Test(gdn_bits, fault_31_random_schedules)
     cr_log_info("seed %d: %d requests compared", (int)seed, n_compared);
 }
 
-/* 128 x 128 heads of the published models, more chunks than one window of prepared parts. */
-Test(gdn_bits, windows_of_a_long_sequence)
+/* 64 value heads make windows of 8 chunks (MAX_PREPS / HV); these sequences span four of them,
+ * in one piece each, and with 70 threads the windowed way is taken. */
+Test(gdn_bits, windows_of_long_sequences)
 {
     struct rng r = {7};
-    int32_t len = 64 * 9 + 5;
-    struct layer w = layer_make(&r, gdn_dims_of(2, 32, 16, 32), 1, &len);
-    struct answer alone[1];
+    int32_t lens[] = {64 * 9 + 5, 64 * 14};
+    struct layer w = layer_make(&r, gdn_dims_of(2, 32, 16, 32), 2, lens);
+    struct answer alone[2], wide[2];
     run_alone(&w, alone);
-    cr_expect_eq(run_schedule(&r, &w, alone, 70), 0);
+    struct backend b;
+    struct backend_limits l = gdn_limits(&w.d, lens[0] + lens[1], 2);
+    open_cpu(&b, 70, &l);
+    struct state_pool pool;
+    cr_assert_eq(b.ops->state_pool_make(&b, &w.d, 2, &pool), 0);
+    struct piece pieces[] = {{0, 0, lens[0], 1}, {1, 0, lens[1], 0}};
+    for (int32_t i = 0; i < 2; i++)
+        wide[i] = answer_make(&w, i);
+    run_batch(&b, &w, pieces, 2, &pool, wide);
+    for (int32_t i = 0; i < 2; i++) {
+        b.ops->state_read(&b, &w.d, &pool, 1 - i, wide[i].S, wide[i].conv);
+        cr_expect(is_same(&w, i, &wide[i], &alone[i]), "request %d", i);
+    }
+    b.ops->state_pool_free(&b, &pool);
+    b.ops->close(&b);
 }
 
 /* Neighbours of NaN before and after: what pads a batch must not leak. */
@@ -334,15 +348,6 @@ Test(gdn_bits, empty_pieces_touch_nothing)
     }
     b.ops->state_pool_free(&b, &pool);
     b.ops->close(&b);
-}
-
-/* Address space without memory behind it, so that only the touched ends cost anything. */
-static float *reserve(size_t n_floats)
-{
-    void *p = mmap(NULL, n_floats * sizeof(float), PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    cr_assert_neq(p, MAP_FAILED, "no address space");
-    return p;
 }
 
 /* The last slot and the last rows lie past 2^31 elements: 32 heads x 128 x 128 is 2^19 a slot,
