@@ -321,20 +321,32 @@ Test(sched, plans_nothing_of_nothing)
     sched_close(s);
 }
 
-/* Rates that are tiny or huge keep keys in range: the older goes first. */
-Test(sched, extreme_rates_keep_the_order_of_arrival)
+/* The smaller one goes first, or at equal keys the older; no key leaves its range. */
+Test(sched, extreme_rates_keep_keys_in_range)
 {
-    const double rates[] = {1e-300, 1e-12, 1e300};
-    for (int i = 0; i < 3; i++) {
+    enum { OLD, NEW };
+    const struct {
+        double rate;
+        int32_t old_tokens, new_tokens;
+        int first;
+    } cases[] = {
+        {1e-300, 60, 50, OLD},     /* both at the limit: by arrival */
+        {1e300, 60, 50, OLD},      /* both of no service time */
+        {1e-12, 60, 50, NEW},      /* 2 and 1.6 years: the shorter */
+        {1e-14, 1000000, 1, NEW},  /* past what an int64_t holds, and 3 years */
+        {1e-300, 1000000, 1, OLD}, /* both at the limit */
+    };
+    for (int i = 0; i < 5; i++) {
         struct sched_config c = {SCHED_SHORT_FIRST, 64, 1, 4};
         struct sched *s;
         struct sched_piece piece;
-        struct sched_item a = {.arrival_us = 2000000, .n_tokens = 50, .n_pages = 1, .seq = 1};
-        struct sched_item b = {.arrival_us = 1000000, .n_tokens = 60, .n_pages = 1, .seq = 2};
+        struct sched_item items[2] = {
+            {.arrival_us = 1000000, .n_tokens = cases[i].old_tokens, .n_pages = 1, .seq = 1},
+            {.arrival_us = 2000000, .n_tokens = cases[i].new_tokens, .n_pages = 1, .seq = 2}};
         cr_assert_eq(sched_open(&c, &s), 0);
-        cr_assert(sched_add(s, &a) == 0 && sched_add(s, &b) == 0);
-        cr_assert_eq(sched_plan(s, &(struct sched_room){0, rates[i], 9, 9}, &piece), 1);
-        cr_assert_eq(piece.item, rates[i] == 1e-12 ? &a : &b, "rate %g", rates[i]);
+        cr_assert(sched_add(s, &items[NEW]) == 0 && sched_add(s, &items[OLD]) == 0);
+        cr_assert_eq(sched_plan(s, &(struct sched_room){0, cases[i].rate, 9, 9}, &piece), 1);
+        cr_assert_eq(piece.item, &items[cases[i].first], "case %d", i);
         sched_close(s);
     }
 }
