@@ -312,7 +312,7 @@ int32_t sched_plan(struct sched *s, const struct sched_room *room, struct sched_
     while (from && n < s->c.max_seqs && left >= SCHED_ALIGN_TOKENS) {
         struct node first = from->nodes[0];
         bool is_first = from == &s->waiting;
-        __builtin_prefetch(s->entries[first.i_entry].item, 1);
+        __builtin_prefetch(&s->entries[first.i_entry].item->n_planned, 1);
         heap_remove(from, first.i_entry);
         if (is_first) {
             n_slots--;
