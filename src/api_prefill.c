@@ -12,8 +12,9 @@ enum {
     DEFAULT_TOP = 5,
     MAX_DEADLINE_MS = 86400000,
     MAX_PRIORITY = 1000,
-    /* A text of up to so many bytes for each accepted token is counted to its end, so that the
-     * refusal can say how long it is; prose has about 4. */
+    /* A text that is too long is counted to its end, so that the refusal can say how long it is,
+     * unless it has more bytes than these and these for each accepted token (prose has 4). */
+    COUNT_BYTES = 1 << 20,
     COUNT_BYTES_A_TOKEN = 16
 };
 
@@ -150,7 +151,8 @@ static int read_options(const json_t *root, struct question *q, struct json_erro
 static int fail_long_text(struct api *a, const char *text, size_t len, struct json_error *e)
 {
     int32_t *ids = NULL, n_ids = 0;
-    bool is_counted = len / COUNT_BYTES_A_TOKEN <= (size_t)a->max_prompt_tokens &&
+    size_t max_bytes = COUNT_BYTES + COUNT_BYTES_A_TOKEN * (size_t)a->max_prompt_tokens;
+    bool is_counted = len <= max_bytes &&
                       tokenizer_encode(a->tokenizer, text, len, 0, &ids, &n_ids, NULL) == 0;
     free(ids);
     if (is_counted)

@@ -127,7 +127,7 @@ static struct server *server_start(const char *key_file)
     struct http_config c = {.listen = any,
                             .n_listen = 1,
                             .max_connections = 300,
-                            .max_body_bytes = 1 << 20,
+                            .max_body_bytes = 2 << 20,
                             .header_timeout_s = 10,
                             .body_timeout_s = 10,
                             .idle_timeout_s = 30,
@@ -327,7 +327,13 @@ static void test_refusals(void)
     b.len = 0;
     buf_adds(&b, "{\"prompt\":\"");
     for (int i = 0; i < 10000; i++)
-        buf_adds(&b, "word ");
+        buf_adds(&b, " the");
+    buf_adds(&b, "\"}");
+    expect(prefill(s, buf_cstr(&b)), 400, "prompt has 10000 tokens; at most 100",
+           "a long text");
+    b.len -= 2;
+    for (int i = 10000; i < 257 * 1024; i++)
+        buf_adds(&b, " the");
     buf_adds(&b, "\"}");
     expect(prefill(s, buf_cstr(&b)), 400, "more than 100 tokens; at most 100",
            "a very long text");

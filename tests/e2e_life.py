@@ -1,0 +1,287 @@
+#!/usr/bin/env python3
+"""The daemon's life from outside: addresses, loading, overload, hang-ups, drain, signals,
+framing, keys, exit status. TAP."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+
+from e2e import MODEL, PREFILLD, Conn, Daemon, big_model, check, done, request, until
+
+LONG = [7] * 30000  # tokens that take seconds in steps of 64
+SLOW = ("--max-step-tokens", 64)
+
+
+def send_prefill(d, prompt, **fields):
+    c = d.conn()
+    c.send(request("POST", "/v1/prefill", {"prompt": prompt, "logprobs": "none", **fields}))
+    return c
+
+
+def accepted(d):
+    m = d.metrics()
+    return m["prefilld_requests_running"] + m["prefilld_requests_waiting"]
+
+
+def test_start(tmp):
+    path = os.path.join(tmp, "s")
+    with Daemon("--served-name", "my model", listen=("127.0.0.1:0", f"unix:{path}")) as d:
+        ready = [s for s in d.log if s.startswith("ready ")][0]
+        check(re.match(r"ready listen=127\.0\.0\.1:[1-9]\d*,unix:\S+ model=my model backend=cpu ",
+                       ready), "the start-up line", ready)
+        check(d.ask("GET", "/v1/models").json()["data"][0]["id"] == "my model", "served-name")
+        with Conn(d.addresses[1]) as c:
+            check(c.ask("POST", "/v1/prefill", {"prompt": [1]}).status == 200, "the unix socket")
+        check(d.prefill(prompt=[1], model="my model").status == 200, "the served model")
+        second = subprocess.run([PREFILLD, "--model", MODEL, "--listen", d.address],
+                                stderr=subprocess.PIPE, text=True, check=False)
+        check(second.returncode == 78 and d.address in second.stderr, "a port in use: exit 78",
+              second.stderr)
+        check(d.stop() == 0 and not os.path.exists(path), "exit 0, and the path is gone")
+    for args, word in ((["--model", "/nonexistent"], "/nonexistent"),
+                       (["--model", MODEL, "--max-seqs", "0"], "max-seqs"),
+                       (["--model", MODEL, "--nonsense", "1"], "nonsense"),
+                       (["--model", MODEL, "--listen", "nowhere"], "nowhere"),
+                       (["--model", MODEL, "--listen", "127.0.0.1:0", "--api-key-file",
+                         "/nonexistent"], "/nonexistent")):
+        r = subprocess.run([PREFILLD, *args], stderr=subprocess.PIPE, text=True, check=False,
+                           timeout=60)
+        check(r.returncode == 78 and word in r.stderr, f"{args[-2:]}: exit 78", r.stderr)
+
+
+def test_loading(tmp):
+    model = big_model(tmp)
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        address = "127.0.0.1:%d" % s.getsockname()[1]
+    args = ("--load", "dummy", "--state-slots", 4, "--kv-tokens", 1024)
+    with Daemon(*args, model=model, listen=(address,), waits=False) as d:
+        d.addresses = [address]
+
+        def answers():
+            try:
+                return d.ask("GET", "/ready")
+            except OSError:
+                return None
+
+        a = until(answers)
+        check(a.status == 503 and a.json()["status"] == "loading" and
+              0 <= a.json()["progress"] <= 1, "the socket answers while loading", a)
+        check(d.ask("GET", "/health").status == 200, "health while loading")
+        check(d.ask("GET", "/version").json()["backend"] == "cpu", "version while loading")
+        check("prefilld_connections" in d.metrics(), "metrics while loading")
+        a = d.prefill(prompt=[1])
+        check(a.status == 503 and "loading" in a.error()["message"] and
+              int(a.headers["retry-after"]) >= 1, "prefill: 503 with Retry-After", a)
+        check(d.ask("GET", "/v1/models").status == 503, "models: 503")
+        d.signal(signal.SIGTERM)
+        check(d.wait() == 0, "SIGTERM while loading: exit 0", d.log_text())
+    with Daemon(*args, model=model) as d:
+        check(d.ask("GET", "/ready").json() == {"status": "ready"}, "ready")
+        check(d.prefill(prompt=[1, 2, 3]).status == 200, "ids need no tokenizer")
+        a = d.prefill(prompt="text")
+        check(a.status == 400 and a.error()["param"] == "prompt", "text does", a)
+        check(d.ask("GET", "/tokenizer_info").status == 404, "no tokenizer, no info")
+
+
+def test_overload():
+    with Daemon(*SLOW, "--state-slots", 1, "--max-seqs", 1, "--queue-length", 2) as d:
+        sums = d.pool_sums()
+        first = send_prefill(d, LONG)
+        until(lambda: d.metrics()["prefilld_requests_running"] == 1)
+        others = [send_prefill(d, LONG) for _ in range(2)]
+        until(lambda: d.metrics()["prefilld_requests_waiting"] == 2)
+        start = time.monotonic()
+        a = d.prefill(prompt=[1])
+        m = d.metrics()
+        seconds = int(a.headers.get("retry-after", 0))
+        check(a.status == 503 and a.error()["type"] == "overloaded_error" and seconds >= 1,
+              f"a full queue: 503 with Retry-After {seconds}", a)
+        check(time.monotonic() - start < 10, "without a wait")
+        expected = m["prefilld_backlog_tokens"] / max(m["prefilld_rate_tokens_per_second"], 1)
+        check(seconds >= 3600 or 0.3 * expected <= seconds <= 3 * expected + 2,
+              f"which is about what the backlog takes: {expected:.0f} s")
+        check(m["prefilld_requests_waiting"] == 2 and m["prefilld_requests_running"] == 1,
+              "one runs, two wait")
+        check(d.ask("GET", "/health").status == 200, "health under load")
+        # Hang up on one that waits and on the one that runs; the last is served or dropped too.
+        others[0].close()
+        check(until(lambda: d.counted("cancelled") == 1), "one that waits hangs up: cancelled")
+        first.sock.shutdown(socket.SHUT_WR)
+        check(until(lambda: d.counted("cancelled") == 2), "one that runs half-closes: cancelled")
+        check(first.ends(), "it gets no answer")
+        others[1].close()
+        first.close()
+        check(until(d.is_idle) and d.pool_sums() == sums, "the pools are full again")
+        check(d.prefill(prompt=[1]).status == 200, "and requests are served again")
+        check(d.metrics()["prefilld_step_tokens_total"] < 60000, "what was cancelled stopped early")
+
+
+def test_drain():
+    with Daemon(*SLOW) as d:
+        slow = [send_prefill(d, [7] * 2000) for _ in range(3)]
+        idle = d.conn()
+        idle.ask("GET", "/health")
+        check(until(lambda: accepted(d) == 3, 10), "three are accepted")
+        d.signal(signal.SIGTERM)
+        time.sleep(0.1)
+        try:
+            a = idle.ask("POST", "/v1/prefill", {"prompt": [1]})
+        except ConnectionError:
+            a = None
+        check(a is None or (a.status == 503 and "retry-after" in a.headers),
+              "new work is refused while draining", a)
+        answers = [c.read() for c in slow]
+        check(all(a and a.status == 200 and a.headers.get("connection") == "close" for a in answers),
+              "what was accepted is answered", answers)
+        check(d.wait() == 0, "exit 0 after a drain", d.log_text())
+    with Daemon(*SLOW, "--drain-s", 1) as d:
+        c = send_prefill(d, LONG)
+        until(lambda: d.metrics()["prefilld_requests_running"] == 1)
+        start = time.monotonic()
+        d.signal(signal.SIGTERM)
+        a = c.read()
+        check(a is None or a.status == 503, "past drain-s the rest gets 503 or a close", a)
+        check(d.wait() is not None, "and the daemon ends")
+        check(time.monotonic() - start < 30, "in about drain-s")
+    with Daemon(*SLOW, "--drain-s", 1000) as d:
+        c = send_prefill(d, LONG)
+        until(lambda: d.metrics()["prefilld_requests_running"] == 1)
+        d.signal(signal.SIGTERM)
+        time.sleep(0.3)
+        check(d.process.poll() is None, "a drain waits for what runs")
+        d.signal(signal.SIGTERM)
+        a = c.read()
+        check(a is None or a.status == 503, "a second SIGTERM ends it", a)
+        check(d.wait() is not None and d.process.returncode >= 0, "without an abort",
+              d.process.returncode)
+
+
+FRAMING = [
+    (b"POST /v1/prefill HTTP/1.1\r\nHost: t\r\nContent-Length: 14\r\nContent-Length: 15\r\n\r\n"
+     b'{"prompt":[1]}', 400),
+    (b"POST /v1/prefill HTTP/1.1\r\nHost: t\r\nContent-Length: 5\r\n"
+     b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+    (b"POST /v1/prefill HTTP/1.1\r\nContent-Length: 14\r\n\r\n{\"prompt\":[1]}", 400),
+    (b"GET /health HTTP/1.1\r\n\r\n", 400),
+    (b"POST /v1/prefill HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: gzip\r\n\r\n", 501),
+    (b"POST /v1/prefill HTTP/1.1\r\nHost: t\r\nContent-Length: 1000000000\r\n\r\n", 413),
+    (b"POST /v1/prefill HTTP/1.1\r\nHost: t\r\nContent-Length: 1000000000\r\n"
+     b"Expect: 100-continue\r\n\r\n", 413),
+    (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: t\r\n\r\n", 414),
+    (b"GET /health HTTP/1.1\r\nHost: t\r\nA: " + b"b" * 17000 + b"\r\n\r\n", 431),
+]
+
+
+def test_framing():
+    with Daemon("--max-body-bytes", 1 << 20, "--header-timeout-s", 1, "--body-timeout-s", 1) as d:
+        for text, status in FRAMING:
+            with d.conn() as c:
+                c.send(text + b"GET /smuggled HTTP/1.1\r\nHost: t\r\n\r\n")
+                a = c.read()
+                kind = a.error()["type"] if a.body[:1] == b"{" else None
+                check(a.status == status and kind == "invalid_request_error" and
+                      a.headers.get("connection") == "close" and c.ends(),
+                      f"{text[:60]}: {status} and a close", a)
+        # Drips: headers, and a body.
+        start = time.monotonic()
+        with d.conn() as head, d.conn() as body:
+            body.send(b"POST /v1/prefill HTTP/1.1\r\nHost: t\r\nContent-Length: 100\r\n\r\n")
+            for _ in range(40):
+                for c in (head, body):
+                    try:
+                        c.send(b"a")
+                    except ConnectionError:
+                        pass
+                time.sleep(0.05)
+            for c in (head, body):
+                try:
+                    a = c.read()
+                except ConnectionError:
+                    a = None
+                check(a is None or a.status == 408, "a dripping sender: 408 or a close", a)
+        check(time.monotonic() - start < 10, "in time")
+        # A large body within the limit.
+        prompt = json.dumps({"prompt": [1] * 200000}).encode()
+        a = d.ask("POST", "/v1/prefill", prompt)
+        check(a.status == 400 and "200000" in a.error()["message"], "a body of 600 kB", a)
+        a = d.ask("POST", "/v1/prefill", b" " * ((1 << 20) + 1))
+        check(a.status == 413, "one byte too many", a)
+        check(until(lambda: d.metrics()["prefilld_connections"] == 1), "no connection is left")
+
+
+def test_limits(tmp):
+    with Daemon("--max-connections", 3) as d:
+        conns = [d.conn() for _ in range(3)]
+        for c in conns:
+            c.ask("GET", "/health")
+        with d.conn() as c:
+            try:
+                a = c.ask("GET", "/health")
+            except ConnectionError:
+                a = None
+            check(a is None or a.status == 503, "the fourth of three connections", a)
+        conns[0].close()
+
+        def served():
+            try:
+                return d.ask("GET", "/health").status == 200
+            except (ConnectionError, AttributeError):
+                return False
+
+        check(until(served), "after one has left there is room")
+    keys = os.path.join(tmp, "keys")
+    with open(keys, "w") as f:
+        f.write("alpha\nbeta\n")
+    with Daemon("--api-key-file", keys) as d:
+        check(d.prefill(prompt=[1]).status == 401, "no key")
+        for key, status in (("alpha", 200), ("beta", 200), ("alph", 401), ("gamma", 401)):
+            a = d.ask("POST", "/v1/prefill", {"prompt": [1]}, [f"Authorization: Bearer {key}"])
+            check(a.status == status and
+                  (status == 200 or a.error()["type"] == "authentication_error"), f"key {key}", a)
+        check(d.ask("GET", "/health").status == 200, "health needs no key")
+        check(not any("alpha" in s or "gamma" in s for s in d.log), "keys are not logged")
+
+
+def test_priorities():
+    """With one slot, the order in which what waits is served."""
+    with Daemon(*SLOW, "--state-slots", 1, "--max-seqs", 1) as d:
+        first = send_prefill(d, [7] * 3000)
+        until(lambda: d.metrics()["prefilld_requests_running"] == 1)
+        order = []
+
+        def wait(name, c):
+            c.read()
+            order.append(name)
+
+        threads = []
+        for name, n, priority in (("long", 640, 0), ("short", 64, 0), ("late", 64, 5),
+                                  ("urgent", 640, -5)):
+            c = send_prefill(d, [7] * n, priority=priority)
+            until(lambda n=len(threads): d.metrics()["prefilld_requests_waiting"] == n + 1)
+            threads.append(threading.Thread(target=wait, args=(name, c)))
+            threads[-1].start()
+        first.read()
+        for t in threads:
+            t.join()
+        check(order == ["urgent", "short", "long", "late"], f"priority, then short first: {order}")
+
+
+def main():
+    with tempfile.TemporaryDirectory() as tmp:
+        test_start(tmp)
+        test_loading(tmp)
+        test_overload()
+        test_drain()
+        test_framing()
+        test_limits(tmp)
+        test_priorities()
+    done()
+
+
+main()
