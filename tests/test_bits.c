@@ -10,6 +10,13 @@
 
 enum { N_PROMPTS = 10, MAX_IN_FLIGHT = 8, N_TOP = 5 };
 
+/* Sanitizers look for other faults and are slow: fewer schedules there. */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+enum { N_CONFIGS = 4, N_SCHEDULES = 5 };
+#else
+enum { N_CONFIGS = 12, N_SCHEDULES = 20 };
+#endif
+
 static const int32_t lengths[N_PROMPTS] = {1, 2, 20, 63, 64, 65, 129, 130, 300, 513};
 
 struct reference {
@@ -166,7 +173,8 @@ int main(int argc, char **argv)
 {
     char dir[512];
     struct rng rng = {argc > 1 ? strtoull(argv[1], NULL, 0) : 20261129};
-    int n_configs = argc > 2 ? atoi(argv[2]) : 12, n_schedules = argc > 3 ? atoi(argv[3]) : 20;
+    int n_configs = argc > 2 ? atoi(argv[2]) : N_CONFIGS;
+    int n_schedules = argc > 3 ? atoi(argv[3]) : N_SCHEDULES;
     printf("# seed %llu, %d configurations of %d schedules\n", (unsigned long long)rng.s,
            n_configs, n_schedules);
     fixture_path(dir, "tests/models/demo");
