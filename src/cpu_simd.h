@@ -18,7 +18,13 @@ typedef int32_t vi __attribute__((vector_size(64)));
 typedef float vf_mem __attribute__((vector_size(64), aligned(4), may_alias));
 #define VF_LOAD(p) ((vf) * (const vf_mem *)(p))
 #define VF_STORE(p, v) (*(vf_mem *)(p) = (v))
-#define VF_SET(x) ((vf){} + (x))
+/* All elements x: a broadcast, where (vf){0} + x would be an addition first. */
+#define VF_SET(x)                                                                              \
+    ({                                                                                         \
+        float vf_x = (x);                                                                      \
+        (vf){vf_x, vf_x, vf_x, vf_x, vf_x, vf_x, vf_x, vf_x,                                   \
+             vf_x, vf_x, vf_x, vf_x, vf_x, vf_x, vf_x, vf_x};                                  \
+    })
 /* By element: a where the mask is all ones (as comparisons give it), else b; or else 0. */
 #define VF_SELECT(mask, a, b) ((vf)(((vi)(a) & (mask)) | ((vi)(b) & ~(mask))))
 #define VF_KEEP(mask, a) ((vf)((vi)(a) & (mask)))
