@@ -1,18 +1,19 @@
 /* The chunk map: cu_seqlens -> flat list of (sequence, chunk, first token), first chunk of each
  * sequence, and the sequences by falling length.
  *
- * Derived here. For sequence s of length n_s: c_s = ceil(n_s / 64); seq_first = exclusive sum of
- * c_s; flat chunk f belongs to the last s with seq_first[s] <= f. Every block sums all counts
- * in shared memory (16 KB of cu_seqlens from L2), then its threads search their own chunk and
+ * Derived here. For sequence s of length n_s: c_s = ceil(n_s / 64); seq_first = exclusive sum
+ * of c_s; flat chunk f belongs to the last s with seq_first[s] <= f. Every block sums all
+ * counts in shared memory (16 KB of cu_seqlens from L2), then its threads search their own chunk and
  * rank their own sequence: no second pass, no atomics, nothing read back.
  *
- * Grid ceil(max(NC, N + 1) / 256), block 256, shared 16.4 KB. Limit: latency, some microseconds;
- * N^2 comparisons for the order (N <= 4096, spread over the blocks). */
+ * Grid max(ceil(NC / 256), ceil((N + 1) / 16)), block 256, shared 16.4 KB. Limit: latency; N^2
+ * comparisons for the order, spread over the blocks (20 us for N = 4096, 8 for N = 8). */
 #include "common.cuh"
 
 // ---- kernels
 
-enum { MAP_THREADS = 256 };
+/* A block ranks RANK_SEQS sequences, RANK_THREADS threads each. */
+enum { MAP_THREADS = 256, RANK_THREADS = 16, RANK_SEQS = MAP_THREADS / RANK_THREADS };
 
 __device__ static int n_chunks_of(const int32_t *cu, int s)
 {
@@ -53,14 +54,20 @@ __global__ static void __launch_bounds__(MAP_THREADS) chunk_map_kernel(struct k_
     int i = blockIdx.x * MAP_THREADS + tid;
     if (i <= b.n_seqs)
         b.seq_first[i] = first[i];
-    if (i < b.n_seqs) {
-        int mine = first[i + 1] - first[i], rank = 0;
-        for (int s = 0; s < b.n_seqs; s++) {
-            int c = first[s + 1] - first[s];
-            rank += c > mine || (c == mine && s < i);
+
+    int mine = blockIdx.x * RANK_SEQS + tid / RANK_THREADS, rank = 0;
+    if (mine < b.n_seqs) {
+        int c = first[mine + 1] - first[mine];
+        for (int s = tid % RANK_THREADS; s < b.n_seqs; s += RANK_THREADS) {
+            int other = first[s + 1] - first[s];
+            rank += other > c || (other == c && s < mine);
         }
-        b.seq_order[rank] = i;
     }
+    for (int k = RANK_THREADS / 2; k > 0; k >>= 1)
+        rank += __shfl_xor_sync(0xffffffffu, rank, k);
+    if (mine < b.n_seqs && tid % RANK_THREADS == 0)
+        b.seq_order[rank] = mine;
+
     if (i < b.n_chunks) {
         int lo = 0, hi = b.n_seqs;
         while (hi - lo > 1) {
@@ -82,8 +89,10 @@ extern "C" cudaError_t k_chunk_map(const struct k_chunk_map *a, cudaStream_t str
 {
     if (a->b.n_seqs < 0 || a->b.n_seqs > K_MAX_SEQS || a->b.n_chunks < 0)
         return cudaErrorInvalidValue;
-    int64_t n = a->b.n_chunks > a->b.n_seqs ? a->b.n_chunks : a->b.n_seqs + 1;
-    chunk_map_kernel<<<(unsigned)ceil_div(n, MAP_THREADS), MAP_THREADS, 0, stream>>>(a->b);
+    int64_t chunks = ceil_div(a->b.n_chunks, MAP_THREADS);
+    int64_t ranks = ceil_div(a->b.n_seqs + 1, RANK_SEQS);
+    chunk_map_kernel<<<(unsigned)(chunks > ranks ? chunks : ranks), MAP_THREADS, 0, stream>>>(
+        a->b);
     return cudaGetLastError();
 }
 

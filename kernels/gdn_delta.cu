@@ -1,69 +1,132 @@
 /* The gated delta rule over chunks of 64 tokens: portable body and the launcher.
  *
  * gdn.md 1.2 for each value head h, key head h / (HV / H); A, P, eg, el as gdn_solve.cuh:
- *   R = V - diag(eg) K S;  Vn = A R;  O = diag(eg) Q S + P Vn;  S = eg_last S + K^T diag(el) Vn.
+ *   R = V - diag(eg) K S;  Vn = A R;  O = diag(eg) Q S + P Vn;
+ *   S = eg_last S + K^T diag(el) Vn.
  * Two kernels. gdn_prep is parallel over chunks and value heads: A, P and the gates to the
- * workspace. gdn_chain is serial over a sequence's chunks and
- * parallel over value heads and halves of V. It holds S transposed, so that every product of the
- * chain has its A operand in registers (S, R and Vn in accumulator layout, packed to bf16):
+ * workspace. gdn_chain is serial over a sequence's chunks and parallel over value heads and
+ * halves of V. It holds S transposed, so that every product of the chain has its A operand in
+ * registers (S, R and Vn in accumulator layout, packed to bf16):
  *   W^T = S^T K^T, Vn^T = R^T A^T, S^T += (el Vn)^T K, O^T = eg S^T Q^T + Vn^T P^T.
  * bf16 operands, f32 sums; S, gates, decays and the inverse f32.
  *
- * prep:  grid NC * HV, block 128, shared 66 KB.  chain: grid N * HV * 2, block 128, shared 114 KB
- * (2 stages of K, Q, V, A, P by cp.async). Limit: the chain's latency; about 330 KFLOP and
- * 57 KB from shared memory a chunk and half. */
+ * prep:  grid one a multiprocessor, block 4 groups of 128, shared 148 KB; a group takes units
+ *   of 37 KB in turn. Limit: bytes (49 KB a chunk and head, half of it shared by the heads of
+ *   a key head). Seen: 1.9 x its load and store alone, held back by the latency of the inverse
+ *   and by instruction fetches.
+ * chain: grid N * HV * 2, block 128, shared 114 KB, 2 stages of K, Q, V, A, P by cp.async.
+ *   Limit: latency; 4.2 MFLOP and 57 KB from shared memory a chunk and half.
+ * Both need 148 KB of shared memory a block: sm_80 and sm_90, not sm_86 or sm_89. They were run
+ * on sm_90 only. On Hopper gdn_hopper.cu has the chain, and it may run beside gdn_prep. */
 #include "gdn_delta.cuh"
 
 // ---- kernels
 
-enum { GDN_THREADS = 128 };
+enum { GDN_THREADS = 128, PREP_GROUPS = 4 };
 
-struct prep_smem {
+/* A and P take the place of K, the inverse's scratch that of Q, once both are read. */
+struct __align__(1024) prep_smem
+{
     uint8_t K[2 * TILE_BYTES];
     uint8_t Q[2 * TILE_BYTES];
-    struct gdn_unit out;
-    struct solve_smem solve;
+    float eg_el[128];
+    struct gate_smem gates;
 };
 
-/* Rows of a chunk's [64, 128] q or k (or with halves 1, of 64 columns of v) into tiles; rows from
- * n on become zeros. row: distance of two tokens in elements. */
+static_assert(sizeof(struct solve_smem) <= 2 * TILE_BYTES, "scratch lies over Q");
+
+/* Rows of a chunk's [64, 64 PANELS] of q, k or v into tiles; rows from n on become zeros. row:
+ * distance of two tokens in elements. A thread's rows are 16 / PANELS apart, so its swizzle and
+ * its steps are constants. */
 template <int PANELS>
-__device__ static inline void load_rows(uint32_t dst, const bf16 *src, int64_t row, int n)
+__device__ static inline void load_rows(uint32_t dst, const bf16 *src, int64_t row, int n,
+                                        int t)
 {
+    const int units = PANELS * 8, step = GDN_THREADS / units;
+    int r = t / units, u = t % units;
+    src += r * row + u * 8;
+    dst += (u >> 3) * TILE_BYTES + tile_off(r, u & 7);
 #pragma unroll
-    for (int i = 0; i < PANELS * 4; i++) {
-        int at = i * GDN_THREADS + threadIdx.x;
-        int r = at / (PANELS * 8), u = at % (PANELS * 8);
-        bool live = r < n;
-        cp16(dst + (u >> 3) * TILE_BYTES + tile_off(r, u & 7), live ? src + r * row + u * 8 : src,
-             live);
+    for (int i = 0; i < K_CHUNK / step; i++) {
+        cp16(dst + i * step * 128, src, i * step + r < n);
+        src += step * row;
     }
 }
 
-__global__ static void __launch_bounds__(GDN_THREADS, 3) gdn_prep_kernel(struct k_gdn_delta a)
+/* What a group reads before a unit's tiles: a unit ahead, for it is two dependent loads. */
+struct prep_at {
+    int tok, n; /* first token, tokens */
+    struct gate_regs gates;
+};
+
+__device__ static inline struct prep_at prep_locate(const struct k_gdn_delta *a, int64_t unit)
+{
+    struct prep_at at = {};
+    if (unit >= (int64_t)a->b.n_chunks * a->d.HV)
+        return at;
+    int chunk = (int)(unit / a->d.HV), h = (int)(unit % a->d.HV);
+    at.tok = a->b.chunk_tok[chunk];
+    at.n = min(a->b.cu_seqlens[a->b.chunk_seq[chunk] + 1] - at.tok, (int)K_CHUNK);
+    int64_t g = (int64_t)at.tok * a->d.HV + h;
+    at.gates = gates_load(a->g + g, a->beta + g, a->d.HV, at.n);
+    return at;
+}
+
+/* One chunk and head by the 128 threads of a group, this one t. *at is the unit's on entry,
+ * that of next_unit on exit. */
+__device__ static inline void prep_unit(const struct k_gdn_delta *a, struct prep_smem *s,
+                                        int64_t unit, int64_t next_unit, struct prep_at *at,
+                                        bool beside, int t, int barrier)
+{
+    int kh = (int)(unit % a->d.HV) / (a->d.HV / a->d.H), n = at->n;
+    int64_t row = (int64_t)a->d.H * GDN_D, first = at->tok * row + kh * GDN_D;
+    load_rows<2>(smem_addr(s->K), (const bf16 *)a->k + first, row, n, t);
+    load_rows<2>(smem_addr(s->Q), (const bf16 *)a->q + first, row, n, t);
+    cp_commit();
+    struct gate_regs r = at->gates;
+    *at = prep_locate(a, next_unit);
+    cp_wait<0>();
+    group_sync(barrier);
+    struct prep_places p = {
+        &s->gates,       (struct solve_smem *)s->Q,    smem_addr(s->K), smem_addr(s->Q),
+        smem_addr(s->K), smem_addr(s->K) + TILE_BYTES, s->eg_el};
+    prep_chunk(p, t >> 5, r, barrier);
+    group_sync(barrier);
+    struct gdn_unit *out = (struct gdn_unit *)a->work + unit;
+#pragma unroll
+    for (int i = 0; i < 2 * TILE_BYTES / 16 / GDN_THREADS; i++)
+        ((uint4 *)out->A)[i * GDN_THREADS + t] = ((const uint4 *)s->K)[i * GDN_THREADS + t];
+    out->gates[t] = s->eg_el[t];
+    if (beside)
+        __threadfence();
+    group_sync(barrier);
+    if (beside && t < 2)
+        asm volatile("st.release.gpu.global.b32 [%0], 1;" ::"l"(&out->ready[t]) : "memory");
+}
+
+__global__ static void __launch_bounds__(PREP_GROUPS *GDN_THREADS, 1)
+    gdn_prep_kernel(struct k_gdn_delta a, bool beside)
 {
     extern __shared__ __align__(1024) uint8_t raw[];
-    struct prep_smem *s = (struct prep_smem *)raw;
-    int chunk = blockIdx.x / a.d.HV, h = blockIdx.x % a.d.HV, kh = h / (a.d.HV / a.d.H);
-    int64_t tok = a.b.chunk_tok[chunk];
-    int n = min(a.b.cu_seqlens[a.b.chunk_seq[chunk] + 1] - (int)tok, (int)K_CHUNK);
+    int group = threadIdx.x / GDN_THREADS;
+#if __CUDA_ARCH__ >= 900
+    /* The chain's blocks may take their places as soon as all of these have begun. */
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+    int64_t n_units = (int64_t)a.b.n_chunks * a.d.HV;
+    int64_t stride = (int64_t)gridDim.x * PREP_GROUPS;
+    int64_t u = (int64_t)group * gridDim.x + blockIdx.x;
+    struct prep_at at = prep_locate(&a, u);
+    for (; u < n_units; u += stride)
+        prep_unit(&a, (struct prep_smem *)raw + group, u, u + stride, &at, beside,
+                  threadIdx.x % GDN_THREADS, 1 + group);
+}
 
-    int64_t at = (tok * a.d.H + kh) * GDN_D;
-    load_rows<2>(smem_addr(s->K), (const bf16 *)a.k + at, (int64_t)a.d.H * GDN_D, n);
-    load_rows<2>(smem_addr(s->Q), (const bf16 *)a.q + at, (int64_t)a.d.H * GDN_D, n);
-    cp_commit();
-    struct gate_regs r =
-        gates_load(a.g + tok * a.d.HV + h, a.beta + tok * a.d.HV + h, a.d.HV, n);
-    for (int i = threadIdx.x; i < 2 * TILE_BYTES / 16; i += GDN_THREADS)
-        ((uint4 *)s->out.A)[i] = make_uint4(0, 0, 0, 0);
-    cp_wait<0>();
-    __syncthreads();
-    prep_chunk(&s->solve, threadIdx.x >> 5, r, smem_addr(s->K), smem_addr(s->Q),
-               smem_addr(s->out.A), smem_addr(s->out.P), s->out.gates, 1);
-    __syncthreads();
-    uint4 *out = (uint4 *)((struct gdn_unit *)a.work + (int64_t)chunk * a.d.HV + h);
-    for (int i = threadIdx.x; i < (int)(sizeof(struct gdn_unit) / 16); i += GDN_THREADS)
-        out[i] = ((const uint4 *)&s->out)[i];
+__global__ static void gdn_work_init_kernel(struct gdn_unit *u, size_t n)
+{
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n;
+         i += (size_t)gridDim.x * blockDim.x)
+        u[i].ready[0] = u[i].ready[1] = 0;
 }
 
 struct chain_stage {
@@ -71,7 +134,7 @@ struct chain_stage {
     uint8_t Q[2 * TILE_BYTES];
     uint8_t V[TILE_BYTES]; /* this half's 64 columns; then O, transposed back */
     struct gdn_unit u;
-    uint8_t pad[512];
+    uint8_t pad[384];
 };
 
 struct chain_smem {
@@ -91,16 +154,17 @@ __device__ static inline void chain_load(const struct k_gdn_delta *a, const stru
     int64_t t0 = (int64_t)chunk * K_CHUNK;
     int n = min(c->len - (int)t0, (int)K_CHUNK);
     int64_t row_k = (int64_t)a->d.H * GDN_D, row_v = (int64_t)a->d.HV * GDN_D;
-    load_rows<2>(smem_addr(st->K), c->k + t0 * row_k, row_k, n);
-    load_rows<2>(smem_addr(st->Q), c->q + t0 * row_k, row_k, n);
-    load_rows<1>(smem_addr(st->V), c->v + t0 * row_v, row_v, n);
+    load_rows<2>(smem_addr(st->K), c->k + t0 * row_k, row_k, n, threadIdx.x);
+    load_rows<2>(smem_addr(st->Q), c->q + t0 * row_k, row_k, n, threadIdx.x);
+    load_rows<1>(smem_addr(st->V), c->v + t0 * row_v, row_v, n, threadIdx.x);
     const uint8_t *u = (const uint8_t *)(c->unit + (int64_t)chunk * a->d.HV);
     for (int i = threadIdx.x; i < (int)(sizeof(struct gdn_unit) / 16); i += GDN_THREADS)
         cp16(smem_addr(&st->u) + i * 16, u + i * 16, true);
 }
 
 /* acc = V^T - eg * acc, columns are tokens; V is [64 tokens, 64] at `tile`. */
-__device__ static inline void residual(float acc[8][4], uint32_t tile, const float *eg, int warp)
+__device__ static inline void residual(float acc[8][4], uint32_t tile, const float *eg,
+                                       int warp)
 {
     int lane = threadIdx.x & 31, t = lane & 3;
 #pragma unroll
@@ -139,8 +203,8 @@ __device__ static inline void chain_store(const float acc[8][4], uint8_t *tile, 
     }
 }
 
-__device__ static inline void chain_step(float S[16][4], const struct chain_stage *st, float O[8][4],
-                                         int warp)
+__device__ static inline void chain_step(float S[16][4], const struct chain_stage *st,
+                                         float O[8][4], int warp)
 {
     int t = threadIdx.x & 3;
     const float *eg = st->u.gates, *el = eg + 64;
@@ -170,7 +234,8 @@ __device__ static inline void chain_step(float S[16][4], const struct chain_stag
         frag_pack(f[ks], x[2 * ks], x[2 * ks + 1]);
 #pragma unroll
     for (int nt = 0; nt < 8; nt++) {
-        float2 e = *(const float2 *)&eg[8 * nt + 2 * t], l = *(const float2 *)&el[8 * nt + 2 * t];
+        float2 e = *(const float2 *)&eg[8 * nt + 2 * t],
+               l = *(const float2 *)&el[8 * nt + 2 * t];
         O[nt][0] = __fmul_rn(O[nt][0], e.x), O[nt][1] = __fmul_rn(O[nt][1], e.y);
         O[nt][2] = __fmul_rn(O[nt][2], e.x), O[nt][3] = __fmul_rn(O[nt][3], e.y);
         x[nt][0] = __fmul_rn(x[nt][0], l.x), x[nt][1] = __fmul_rn(x[nt][1], l.y);
@@ -251,16 +316,27 @@ extern "C" size_t k_gdn_delta_work_bytes(int64_t n_chunks, int32_t HV)
     return (size_t)n_chunks * (size_t)HV * sizeof(struct gdn_unit);
 }
 
-static cudaError_t launch_prep(const struct k_gdn_delta *a, cudaStream_t stream)
+extern "C" cudaError_t k_gdn_work_init(void *work, size_t bytes, cudaStream_t stream)
+{
+    size_t n = bytes / sizeof(struct gdn_unit);
+    if (n == 0)
+        return cudaSuccess;
+    gdn_work_init_kernel<<<256, 256, 0, stream>>>((struct gdn_unit *)work, n);
+    return cudaGetLastError();
+}
+
+static cudaError_t launch_prep(const struct k_gdn_delta *a, int32_t n_blocks, bool beside,
+                               cudaStream_t stream)
 {
     if (a->b.n_chunks == 0)
         return cudaSuccess;
-    cudaError_t e = cudaFuncSetAttribute(
-        gdn_prep_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(struct prep_smem));
+    int smem = PREP_GROUPS * sizeof(struct prep_smem);
+    cudaError_t e = cudaFuncSetAttribute(gdn_prep_kernel,
+                                         cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
     if (e != cudaSuccess)
         return e;
-    gdn_prep_kernel<<<(unsigned)(a->b.n_chunks * a->d.HV), GDN_THREADS, sizeof(struct prep_smem),
-                      stream>>>(*a);
+    gdn_prep_kernel<<<(unsigned)n_blocks, PREP_GROUPS * GDN_THREADS, smem, stream>>>(*a,
+                                                                                     beside);
     return cudaGetLastError();
 }
 
@@ -272,9 +348,9 @@ static int32_t pick_body(const struct k_gdn_delta *a)
         return K_GDN_PORTABLE;
     double chunks = (double)a->b.n_chunks * a->d.HV / a->dev->n_sms;
     double longest = (a->b.max_len + K_CHUNK - 1) / K_CHUNK;
-    double split = 0.75 * (longest > 2 * chunks ? longest : 2 * chunks) + 0.45 * chunks;
-    double fused = 1.9 * (longest > chunks ? longest : chunks);
-    return split < fused ? K_GDN_SPLIT : K_GDN_FUSED;
+    double split = 1.07 * (longest > 2 * chunks ? longest : 2 * chunks);
+    double pair = 1.55 * (longest > chunks ? longest : chunks);
+    return split < pair ? K_GDN_SPLIT : K_GDN_PAIR;
 }
 
 extern "C" cudaError_t k_gdn_delta(const struct k_gdn_delta *a, cudaStream_t stream)
@@ -285,11 +361,17 @@ extern "C" cudaError_t k_gdn_delta(const struct k_gdn_delta *a, cudaStream_t str
     if (a->b.n_seqs == 0)
         return cudaSuccess;
     int32_t body = a->body == K_GDN_AUTO ? pick_body(a) : a->body;
-    cudaError_t e = body == K_GDN_FUSED ? cudaSuccess : launch_prep(a, stream);
+    /* When the chain leaves half of the card idle, gdn_prep has that half and both run at once.
+     * gdn_prep is launched first and waits for nothing, so the order is safe even when a tool
+     * runs one kernel at a time. */
+    int32_t chain_blocks = a->b.n_seqs * a->d.HV * 2, n_sms = a->dev->n_sms;
+    bool beside = body == K_GDN_SPLIT && chain_blocks <= n_sms / 2 &&
+                  (int64_t)a->b.n_chunks * a->d.HV >= PREP_GROUPS * n_sms;
+    cudaError_t e = launch_prep(a, beside ? n_sms - chain_blocks : n_sms, beside, stream);
     if (e != cudaSuccess)
         return e;
     if (body != K_GDN_PORTABLE)
-        return gdn_delta_hopper(a, body, stream);
+        return gdn_delta_hopper(a, body, beside, stream);
     e = cudaFuncSetAttribute(gdn_chain_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              sizeof(struct chain_smem));
     if (e != cudaSuccess)

@@ -12,9 +12,14 @@ struct gdn_unit {
     uint8_t A[TILE_BYTES];
     uint8_t P[TILE_BYTES];
     float gates[128]; /* eg [64] | el [64] */
+    int32_t ready[2]; /* for each half of V: 1 from gdn_prep, 0 again from its reader; only
+                           when the chain runs beside gdn_prep */
+    uint8_t pad[120];
 };
 
-/* Hopper bodies; body is K_GDN_SPLIT (after gdn_prep) or K_GDN_FUSED. */
-cudaError_t gdn_delta_hopper(const struct k_gdn_delta *a, int32_t body, cudaStream_t stream);
+/* Hopper bodies of the chain, after gdn_prep; body is K_GDN_SPLIT or K_GDN_PAIR. beside:
+ * gdn_prep is running on other multiprocessors and says by unit what is ready (split alone). */
+cudaError_t gdn_delta_hopper(const struct k_gdn_delta *a, int32_t body, bool beside,
+                             cudaStream_t stream);
 
 #endif

@@ -1,17 +1,20 @@
-/* The gated delta rule on Hopper: two bodies of the chain of gdn_delta.cu, same bits.
+/* The gated delta rule on Hopper: two shapes of the chain of gdn_delta.cu, same bits.
  *
- * Formula, operands and the order of every sum are those of gdn_delta.cu; here products are
- * wgmma with A from registers, tiles come by TMA, 3 stages deep. derived here; ../shared/facts.md.
+ * Formula, operands and the order of every sum are those of gdn_delta.cu, and gdn_prep goes
+ * before both; here products are wgmma with A from registers and tiles come by TMA, 3 stages
+ * deep. Derived here; ../shared/facts.md.
  *
- * split: for few long sequences. After gdn_prep, a block a (sequence, value head, half of V).
- *   Warpgroup 0 runs the state chain (W, Vn, S) and hands S and Vn, as A operand registers, to
- *   warpgroup 1 through shared memory; that one makes O, up to a chunk behind; a warp of
- *   warpgroup 2 loads. Grid N * HV * 2, block 384, shared 215 KB, registers 240 + 216 + 48. Limit: latency of three dependent products
- *   a chunk.
- * fused: for many sequences. A block a (sequence, value head). Warpgroup 0 loads, and makes A, P
- *   and the gates of the chunk ahead into the stage; warpgroups 1 and 2 run chain and output of
- *   one half of V each. A and P never leave the multiprocessor. Grid N * HV, block 384, shared
- *   214 KB, registers 88 + 2 * 208. Limit: tensor cores, 2 * 1024 + 512 cycles a chunk.
+ * split: for few long sequences; a block a (sequence, value head, half of V). Warpgroup 0 runs
+ *   the state chain (W, Vn, S) and hands S and Vn, as A operand registers, to warpgroup 1
+ *   through shared memory; that one makes O, up to a chunk behind; a warp of warpgroup 2 loads.
+ *   Grid N * HV * 2, block 384, shared 215 KB, registers 240 + 216 + 48. Limit: latency of
+ *   three dependent products a chunk. Seen: 1.07 us a chunk; tensor cores 53% and shared memory
+ *   71% busy on the multiprocessors that have a block. When half of the card is free, gdn_prep
+ *   runs there and this kernel starts beside it, waiting unit by unit.
+ * pair: for many sequences; a block a (sequence, value head). Warpgroups 1 and 2 run chain and
+ *   output of one half of V each, on the same K, Q, A, P; a warp of warpgroup 0 loads. Grid
+ *   N * HV, block 384, shared 195 KB, registers 40 + 2 * 232. Limit: tensor cores, 2 * 1024
+ *   cycles a chunk, and the bytes of A and P. Seen: some 1.55 us a chunk.
  *
  * A chunk's tail: rows past the sequence's end belong to another request, so they are zeroed in
  * shared memory after the copy; its rows of O are not stored. */
@@ -22,7 +25,7 @@
 
 // ---- kernels
 
-enum { STAGES = 3, SPLIT_THREADS = 384, FUSED_THREADS = 384 };
+enum { STAGES = 3, HOPPER_THREADS = 384 };
 
 /* Tensor maps over [T, heads, 128]; boxes of 64 columns x 1 head x 64 tokens. */
 struct gdn_maps {
@@ -145,9 +148,9 @@ __device__ static inline void pack64(uint32_t f[4][4], const float x[8][4])
 /* O^T of this warpgroup to `tile` as [64 tokens, 64], then n rows to memory: by one bulk copy
  * that runs on, or row by row when the tile has rows of another sequence. The caller's barrier
  * is free to use; before `tile` is written again, out_reusable. */
-__device__ static inline void out_store(const float O[8][4], uint8_t *tile, const CUtensorMap *map,
-                                        const struct hopper_ctx *c, int half, int chunk,
-                                        int64_t row, int t, int barrier)
+__device__ static inline void out_store(const float O[8][4], uint8_t *tile,
+                                        const CUtensorMap *map, const struct hopper_ctx *c,
+                                        int half, int chunk, int64_t row, int t, int barrier)
 {
     int lane = t & 31, warp = t >> 5, n = rows_of(c, chunk);
     uint32_t base = smem_addr(tile);
@@ -179,51 +182,41 @@ template <int PENDING> __device__ static inline void out_reusable(int t)
         asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Rows n .. 63 of `panels` consecutive tiles become zeros; n_threads threads, this one `t`. */
-__device__ static inline void zero_rows(uint8_t *tiles, int panels, int n, int t, int n_threads)
-{
-    for (int i = t; i < panels * (64 - n) * 8; i += n_threads) {
-        int p = i / ((64 - n) * 8), at = i % ((64 - n) * 8);
-        *(uint4 *)(tiles + p * TILE_BYTES + (n + (at >> 3)) * 128 + (at & 7) * 16) =
-            make_uint4(0, 0, 0, 0);
-    }
-}
+/* ---- loads, the same for both bodies */
 
-/* ---- split */
-
-struct split_stage {
+/* HALVES of V: tiles of 64 columns. */
+template <int HALVES> struct chain_stage {
     uint8_t K[2 * TILE_BYTES];
     uint8_t Q[2 * TILE_BYTES];
-    uint8_t V[TILE_BYTES];
+    uint8_t V[HALVES][TILE_BYTES];
     uint8_t A[TILE_BYTES];
     uint8_t P[TILE_BYTES];
 };
 
-struct split_smem {
-    struct split_stage stage[STAGES];
-    uint4 sb[8][128];                          /* S as A operand, thread by thread */
-    uint4 vb[4][128];                          /* Vn likewise */
-    uint8_t out[2][TILE_BYTES];                /* O on its way to memory */
-    __align__(16) float gates[STAGES][128];
-    uint64_t full[STAGES];     /* 1 arrival and the copy's bytes */
-    uint64_t clean[STAGES];    /* 1 warp: tail rows are zeroed; used by the last chunk alone */
-    uint64_t empty[STAGES];    /* 8 warps: state and output are done with the stage */
-    uint64_t sb_full, sb_free; /* 4 warps each */
-    uint64_t vb_full, vb_free;
-};
+template <class SMEM> __device__ static inline void barriers_init(SMEM *s)
+{
+    for (int i = 0; i < STAGES; i++) {
+        mbar_init(&s->full[i], 1);
+        mbar_init(&s->clean[i], 32);
+        mbar_init(&s->empty[i], 256);
+    }
+    fence_async();
+}
 
-__device__ static inline void split_load(const struct k_gdn_delta *a, const struct gdn_maps *m,
-                                         const struct hopper_ctx *c, struct split_smem *s,
-                                         int half, int chunk)
+template <int HALVES, class SMEM>
+__device__ static inline void chain_load(const struct k_gdn_delta *a, const struct gdn_maps *m,
+                                         const struct hopper_ctx *c, SMEM *s, int half,
+                                         int chunk)
 {
     int i = chunk % STAGES, t = c->tok + chunk * K_CHUNK;
-    struct split_stage *st = &s->stage[i];
+    struct chain_stage<HALVES> *st = &s->stage[i];
     const struct gdn_unit *u =
         (const struct gdn_unit *)a->work + c->unit + (int64_t)chunk * a->d.HV;
-    mbar_expect(&s->full[i], sizeof(struct split_stage) + sizeof u->gates);
+    mbar_expect(&s->full[i], sizeof(struct chain_stage<HALVES>) + sizeof u->gates);
     tma_load3(st->K, &m->k, &s->full[i], 0, c->kh, t);
     tma_load3(st->K + TILE_BYTES, &m->k, &s->full[i], 64, c->kh, t);
-    tma_load3(st->V, &m->v, &s->full[i], half * 64, c->h, t);
+    for (int v = 0; v < HALVES; v++)
+        tma_load3(st->V[v], &m->v, &s->full[i], (half + v) * 64, c->h, t);
     bulk_load(st->A, u->A, TILE_BYTES, &s->full[i]);
     bulk_load(s->gates[i], u->gates, sizeof u->gates, &s->full[i]);
     tma_load3(st->Q, &m->q, &s->full[i], 0, c->kh, t);
@@ -231,35 +224,82 @@ __device__ static inline void split_load(const struct k_gdn_delta *a, const stru
     bulk_load(st->P, u->P, TILE_BYTES, &s->full[i]);
 }
 
-/* The ninth warp. */
-__device__ static inline void split_producer(const struct k_gdn_delta *a,
-                                             const struct gdn_maps *m,
-                                             const struct hopper_ctx *c, struct split_smem *s,
-                                             int half, int lane)
+/* How many chunks from `chunk` on gdn_prep, running beside, has written: 0 to 32 by one look of
+ * the whole warp, so that its latency is paid once for all of them. Their flags are then free
+ * for the next call. */
+__device__ static inline int units_ready(const struct k_gdn_delta *a,
+                                         const struct hopper_ctx *c, int chunk, int half,
+                                         int lane)
 {
+    struct gdn_unit *u =
+        (struct gdn_unit *)a->work + c->unit + (int64_t)(chunk + lane) * a->d.HV;
+    int32_t ready = 0;
+    if (chunk + lane < c->n_chunks)
+        asm volatile("ld.acquire.gpu.global.b32 %0, [%1];"
+                     : "=r"(ready)
+                     : "l"(&u->ready[half])
+                     : "memory");
+    int n = __ffs(~__ballot_sync(0xffffffffu, ready == 1)) - 1;
+    n = n < 0 ? 32 : n;
+    if (lane < n)
+        u->ready[half] = 0;
+    __syncwarp();
+    asm volatile("fence.proxy.async;" ::
+                     : "memory"); /* before the copy engine reads the units */
+    return n;
+}
+
+/* One warp. */
+template <int HALVES, class SMEM>
+__device__ static inline void
+chain_producer(const struct k_gdn_delta *a, const struct gdn_maps *m,
+               const struct hopper_ctx *c, SMEM *s, int half, int lane, bool beside)
+{
+    int ready = beside ? 0 : c->n_chunks;
+    if (!beside)
+        grid_wait();
     for (int i = 0; i < c->n_chunks; i++) {
+        while (ready <= i)
+            ready += units_ready(a, c, ready, half, lane);
         if (i >= STAGES)
             mbar_wait(&s->empty[i % STAGES], (i / STAGES - 1) & 1);
         if (lane == 0)
-            split_load(a, m, c, s, half, i);
+            chain_load<HALVES>(a, m, c, s, half, i);
     }
+    if (beside)
+        grid_wait();
     int last = c->n_chunks - 1, n = rows_of(c, last);
     if (n == K_CHUNK)
         return;
-    struct split_stage *st = &s->stage[last % STAGES];
     mbar_wait(&s->full[last % STAGES], (last / STAGES) & 1);
-    zero_rows(st->K, 5, n, lane, 32);
+    zero_rows(s->stage[last % STAGES].K, 4 + HALVES, n, lane, 32);
     fence_async();
-    mbar_arrive_warp(&s->clean[last % STAGES]);
+    mbar_arrive(&s->clean[last % STAGES]);
 }
 
 /* Waits for chunk i's tiles. */
-__device__ static inline void split_wait(const struct hopper_ctx *c, struct split_smem *s, int i)
+template <class SMEM>
+__device__ static inline void chunk_wait(const struct hopper_ctx *c, SMEM *s, int i)
 {
     mbar_wait(&s->full[i % STAGES], (i / STAGES) & 1);
     if (rows_of(c, i) < K_CHUNK)
         mbar_wait(&s->clean[i % STAGES], 0);
 }
+
+/* ---- split */
+
+struct split_smem {
+    struct chain_stage<1> stage[STAGES];
+    uint4 sb[8][128];           /* S as A operand, thread by thread */
+    uint4 vb[4][128];           /* Vn likewise */
+    uint8_t out[2][TILE_BYTES]; /* O on its way to memory */
+    __align__(16) float gates[STAGES][128];
+    uint64_t full[STAGES];     /* 1 arrival and the copy's bytes */
+    uint64_t clean[STAGES];    /* 32: tail rows are zeroed; used by the last chunk alone */
+    uint64_t empty[STAGES];    /* 256: state and output are done with the stage */
+    uint64_t sb_full, sb_free; /* 128 each */
+    uint64_t vb_full, vb_free;
+};
 
 /* What the state chain reads of a chunk besides its products' tiles. */
 struct chunk_regs {
@@ -268,10 +308,10 @@ struct chunk_regs {
     float last;
 };
 
-__device__ static inline void chunk_load(struct chunk_regs *r, const struct split_stage *st,
+__device__ static inline void chunk_load(struct chunk_regs *r, const struct chain_stage<1> *st,
                                          const float *gates, int warp)
 {
-    value_load(r->v, smem_addr(st->V), warp);
+    value_load(r->v, smem_addr(st->V[0]), warp);
     tokens_load(r->eg, gates);
     tokens_load(r->el, gates + 64);
     r->last = gates[63];
@@ -284,12 +324,12 @@ __device__ static inline void split_state(const struct hopper_ctx *c, struct spl
     struct chunk_regs r;
     state_load(S, c, half, t);
     if (c->n_chunks > 0) {
-        split_wait(c, s, 0);
+        chunk_wait(c, s, 0);
         chunk_load(&r, &s->stage[0], s->gates[0], t >> 5);
     }
     int j = 0; /* stage of chunk i */
     for (int i = 0; i < c->n_chunks; i++) {
-        struct split_stage *st = &s->stage[j];
+        struct chain_stage<1> *st = &s->stage[j];
         uint32_t sb[8][4];
 #pragma unroll
         for (int ks = 0; ks < 8; ks++)
@@ -303,7 +343,7 @@ __device__ static inline void split_state(const struct hopper_ctx *c, struct spl
 #pragma unroll
         for (int ks = 0; ks < 8; ks++)
             s->sb[ks][t] = make_uint4(sb[ks][0], sb[ks][1], sb[ks][2], sb[ks][3]);
-        mbar_arrive_warp(&s->sb_full);
+        mbar_arrive(&s->sb_full);
 #pragma unroll
         for (int k = 0; k < 64; k++)
             S[k >> 2][k & 3] = __fmul_rn(S[k >> 2][k & 3], r.last);
@@ -328,15 +368,15 @@ __device__ static inline void split_state(const struct hopper_ctx *c, struct spl
 #pragma unroll
         for (int ks = 0; ks < 4; ks++)
             s->vb[ks][t] = make_uint4(vn[ks][0], vn[ks][1], vn[ks][2], vn[ks][3]);
-        mbar_arrive_warp(&s->vb_full);
+        mbar_arrive(&s->vb_full);
         int next = j == STAGES - 1 ? 0 : j + 1;
         if (i + 1 < c->n_chunks) {
-            split_wait(c, s, i + 1);
+            chunk_wait(c, s, i + 1);
             chunk_load(&r, &s->stage[next], s->gates[next], t >> 5);
         }
         wg_wait<0>();
         wg_pin<16>(S);
-        mbar_arrive_warp(&s->empty[j]);
+        mbar_arrive(&s->empty[j]);
         j = next;
     }
     state_store(S, c, half, t);
@@ -354,16 +394,16 @@ __device__ static inline void split_output(const struct k_gdn_delta *a,
 {
     int j = 0; /* stage of chunk i */
     for (int i = 0; i < c->n_chunks; i++) {
-        struct split_stage *st = &s->stage[j];
+        struct chain_stage<1> *st = &s->stage[j];
         uint32_t sb[8][4], vn[4][4];
         float2 e[8];
-        split_wait(c, s, i);
+        chunk_wait(c, s, i);
         tokens_load(e, s->gates[j]);
         mbar_wait(&s->sb_full, i & 1);
 #pragma unroll
         for (int ks = 0; ks < 8; ks++)
             frags_read(sb[ks], &s->sb[ks][t]);
-        mbar_arrive_warp(&s->sb_free);
+        mbar_arrive(&s->sb_free);
         float O[8][4];
         wg_fence();
         wg_kmajor<8>(O, sb, smem_addr(st->Q), 0);
@@ -375,7 +415,7 @@ __device__ static inline void split_output(const struct k_gdn_delta *a,
 #pragma unroll
         for (int ks = 0; ks < 4; ks++)
             frags_read(vn[ks], &s->vb[ks][t]);
-        mbar_arrive_warp(&s->vb_free);
+        mbar_arrive(&s->vb_free);
         wg_fence();
         wg_kmajor<4>(O, vn, smem_addr(st->P), 1);
         wg_commit();
@@ -383,15 +423,16 @@ __device__ static inline void split_output(const struct k_gdn_delta *a,
         group_sync(2);
         wg_wait<0>();
         wg_pin<8>(O);
-        mbar_arrive_warp(&s->empty[j]);
+        mbar_arrive(&s->empty[j]);
         out_store(O, s->out[i & 1], &m->o, c, half, i, (int64_t)a->d.HV * GDN_D, t, 1);
         j = j == STAGES - 1 ? 0 : j + 1;
     }
     out_reusable<0>(t);
 }
 
-__global__ static void __launch_bounds__(SPLIT_THREADS, 1)
-    gdn_split_kernel(struct k_gdn_delta a, const __grid_constant__ struct gdn_maps maps)
+__global__ static void __launch_bounds__(HOPPER_THREADS, 1)
+    gdn_split_kernel(struct k_gdn_delta a, const __grid_constant__ struct gdn_maps maps,
+                     bool beside)
 {
     extern __shared__ __align__(1024) uint8_t raw[];
     struct split_smem *s = (struct split_smem *)raw;
@@ -399,15 +440,11 @@ __global__ static void __launch_bounds__(SPLIT_THREADS, 1)
     struct hopper_ctx c = hopper_context(&a, a.b.seq_order[(blockIdx.x >> 1) / a.d.HV],
                                          (blockIdx.x >> 1) % a.d.HV);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) {
-            mbar_init(&s->full[i], 1);
-            mbar_init(&s->clean[i], 1);
-            mbar_init(&s->empty[i], 8);
-        }
-        mbar_init(&s->sb_full, 4);
-        mbar_init(&s->sb_free, 4);
-        mbar_init(&s->vb_full, 4);
-        mbar_init(&s->vb_free, 4);
+        barriers_init(s);
+        mbar_init(&s->sb_full, 128);
+        mbar_init(&s->sb_free, 128);
+        mbar_init(&s->vb_full, 128);
+        mbar_init(&s->vb_free, 128);
         fence_async();
     }
     __syncthreads();
@@ -420,109 +457,43 @@ __global__ static void __launch_bounds__(SPLIT_THREADS, 1)
     } else {
         reg_dealloc<48>();
         if (warp == 8 && c.n_chunks > 0)
-            split_producer(&a, &maps, &c, s, half, threadIdx.x & 31);
+            chain_producer<1>(&a, &maps, &c, s, half, threadIdx.x & 31, beside);
     }
 }
 
-/* ---- fused */
+/* ---- pair */
 
-struct fused_stage {
-    uint8_t K[2 * TILE_BYTES];
-    uint8_t Q[2 * TILE_BYTES];
-    uint8_t V[2][TILE_BYTES]; /* a half of V each; then O */
-    uint8_t A[TILE_BYTES];
-    uint8_t P[TILE_BYTES];
-};
-
-struct fused_smem {
-    struct fused_stage stage[STAGES];
-    struct solve_smem solve;
+struct pair_smem {
+    struct chain_stage<2> stage[STAGES];
     __align__(16) float gates[STAGES][128];
     uint64_t full[STAGES];  /* 1 arrival and the copy's bytes */
-    uint64_t ready[STAGES]; /* 4 warps: A, P, gates written, tail rows zeroed */
-    uint64_t empty[STAGES]; /* 8 warps */
+    uint64_t clean[STAGES]; /* 32: tail rows are zeroed; used by the last chunk alone */
+    uint64_t empty[STAGES]; /* 256: both halves are done with the stage */
 };
 
-__device__ static inline void fused_load(const struct gdn_maps *m, const struct hopper_ctx *c,
-                                         struct fused_smem *s, int chunk)
-{
-    int i = chunk % STAGES, t = c->tok + chunk * K_CHUNK;
-    struct fused_stage *st = &s->stage[i];
-    mbar_expect(&s->full[i], 6 * TILE_BYTES);
-    tma_load3(st->K, &m->k, &s->full[i], 0, c->kh, t);
-    tma_load3(st->K + TILE_BYTES, &m->k, &s->full[i], 64, c->kh, t);
-    tma_load3(st->Q, &m->q, &s->full[i], 0, c->kh, t);
-    tma_load3(st->Q + TILE_BYTES, &m->q, &s->full[i], 64, c->kh, t);
-    tma_load3(st->V[0], &m->v, &s->full[i], 0, c->h, t);
-    tma_load3(st->V[1], &m->v, &s->full[i], 64, c->h, t);
-}
-
-/* Warpgroup 0: loads two chunks ahead, prepares one ahead. */
-__device__ static inline void fused_prep(const struct k_gdn_delta *a, const struct gdn_maps *m,
-                                         const struct hopper_ctx *c, struct fused_smem *s, int t)
-{
-    int warp = t >> 5;
-    for (int i = 0; i < STAGES; i++)
-        for (int j = t; j < 2 * TILE_BYTES / 16; j += 128)
-            ((uint4 *)s->stage[i].A)[j] = make_uint4(0, 0, 0, 0);
-    const float *g = a->g + (int64_t)c->tok * a->d.HV + c->h;
-    const float *beta = a->beta + (int64_t)c->tok * a->d.HV + c->h;
-    if (t == 0)
-        for (int i = 0; i < 2 && i < c->n_chunks; i++)
-            fused_load(m, c, s, i);
-    struct gate_regs next = gates_load(g, beta, a->d.HV, rows_of(c, 0));
-    group_sync(1);
-    for (int i = 0; i < c->n_chunks; i++) {
-        int n = rows_of(c, i), j = i % STAGES;
-        struct fused_stage *st = &s->stage[j];
-        struct gate_regs now = next;
-        if (i + 1 < c->n_chunks)
-            next = gates_load(g + (int64_t)(i + 1) * K_CHUNK * a->d.HV,
-                              beta + (int64_t)(i + 1) * K_CHUNK * a->d.HV, a->d.HV,
-                              rows_of(c, i + 1));
-        mbar_wait(&s->full[j], (i / STAGES) & 1);
-        if (n < K_CHUNK) {
-            zero_rows(st->K, 6, n, t, 128);
-            fence_async();
-            group_sync(1);
-        }
-        prep_chunk(&s->solve, warp, now, smem_addr(st->K), smem_addr(st->Q), smem_addr(st->A),
-                   smem_addr(st->P), s->gates[j], 1);
-        fence_async();
-        mbar_arrive_warp(&s->ready[j]);
-        if (t == 0 && i + 2 < c->n_chunks) {
-            if (i > 0)
-                mbar_wait(&s->empty[(i + 2) % STAGES], ((i + 2) / STAGES - 1) & 1);
-            fused_load(m, c, s, i + 2);
-        }
-    }
-}
-
-/* Warpgroups 1 and 2: chain and output of one half of V. */
-__device__ static inline void fused_chain(const struct k_gdn_delta *a, const struct gdn_maps *m,
-                                          const struct hopper_ctx *c, struct fused_smem *s,
-                                          int half, int t)
+/* Chain and output of one half of V. */
+__device__ static inline void pair_chain(const struct k_gdn_delta *a, const struct gdn_maps *m,
+                                         const struct hopper_ctx *c, struct pair_smem *s,
+                                         int half, int t)
 {
     float S[16][4];
     state_load(S, c, half, t);
+    int j = 0; /* stage of chunk i */
     for (int i = 0; i < c->n_chunks; i++) {
-        int j = i % STAGES;
-        struct fused_stage *st = &s->stage[j];
+        struct chain_stage<2> *st = &s->stage[j];
         const float *eg = s->gates[j], *el = eg + 64;
-        uint32_t sb[8][4], f[4][4];
+        uint32_t sb[8][4], f[4][4], v[4][4];
+        float2 e[8];
 #pragma unroll
         for (int ks = 0; ks < 8; ks++)
             frag_pack(sb[ks], S[2 * ks], S[2 * ks + 1]);
-        mbar_wait(&s->ready[j], (i / STAGES) & 1);
-        mbar_wait(&s->full[j], (i / STAGES) & 1);
+        chunk_wait(c, s, i);
         float x[8][4], O[8][4];
         wg_fence();
         wg_kmajor<8>(x, sb, smem_addr(st->K), 0);
         wg_commit();
         wg_kmajor<8>(O, sb, smem_addr(st->Q), 0);
         wg_commit();
-        uint32_t v[4][4];
-        float2 e[8];
         value_load(v, smem_addr(st->V[half]), t >> 5);
         tokens_load(e, eg);
         wg_wait<1>();
@@ -552,40 +523,36 @@ __device__ static inline void fused_chain(const struct k_gdn_delta *a, const str
         wg_commit();
         wg_wait<1>();
         wg_pin<8>(O);
-        out_store(O, st->V[half], &m->o, c, half, i, (int64_t)a->d.HV * GDN_D, t, 2 + half);
+        out_store(O, st->V[half], &m->o, c, half, i, (int64_t)a->d.HV * GDN_D, t, 1 + half);
         wg_wait<0>();
         wg_pin<16>(S);
         out_reusable<0>(t);
         fence_async();
-        mbar_arrive_warp(&s->empty[j]);
+        mbar_arrive(&s->empty[j]);
+        j = j == STAGES - 1 ? 0 : j + 1;
     }
     state_store(S, c, half, t);
 }
 
-__global__ static void __launch_bounds__(FUSED_THREADS, 1)
-    gdn_fused_kernel(struct k_gdn_delta a, const __grid_constant__ struct gdn_maps maps)
+__global__ static void __launch_bounds__(HOPPER_THREADS, 1)
+    gdn_pair_kernel(struct k_gdn_delta a, const __grid_constant__ struct gdn_maps maps,
+                    bool beside)
 {
     extern __shared__ __align__(1024) uint8_t raw[];
-    struct fused_smem *s = (struct fused_smem *)raw;
+    struct pair_smem *s = (struct pair_smem *)raw;
     int group = threadIdx.x >> 7, t = threadIdx.x & 127;
     struct hopper_ctx c =
         hopper_context(&a, a.b.seq_order[blockIdx.x / a.d.HV], blockIdx.x % a.d.HV);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) {
-            mbar_init(&s->full[i], 1);
-            mbar_init(&s->ready[i], 4);
-            mbar_init(&s->empty[i], 8);
-        }
-        fence_async();
-    }
+    if (threadIdx.x == 0)
+        barriers_init(s);
     __syncthreads();
     if (group == 0) {
-        reg_dealloc<88>();
-        if (c.n_chunks > 0)
-            fused_prep(&a, &maps, &c, s, t);
+        reg_dealloc<40>();
+        if (t < 32 && c.n_chunks > 0)
+            chain_producer<2>(&a, &maps, &c, s, 0, t, beside);
     } else {
-        reg_alloc<208>();
-        fused_chain(&a, &maps, &c, s, group - 1, t);
+        reg_alloc<232>();
+        pair_chain(&a, &maps, &c, s, group - 1, t);
     }
 }
 
@@ -609,7 +576,8 @@ static bool make_map(encode_fn encode, CUtensorMap *m, const void *p, int32_t n_
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-cudaError_t gdn_delta_hopper(const struct k_gdn_delta *a, int32_t body, cudaStream_t stream)
+cudaError_t gdn_delta_hopper(const struct k_gdn_delta *a, int32_t body, bool beside,
+                             cudaStream_t stream)
 {
     void *fn = NULL;
     cudaDriverEntryPointQueryResult found;
@@ -625,17 +593,24 @@ cudaError_t gdn_delta_hopper(const struct k_gdn_delta *a, int32_t body, cudaStre
         !make_map((encode_fn)fn, &m.o, a->o, T, a->d.HV))
         return cudaErrorInvalidValue;
     bool split = body == K_GDN_SPLIT;
-    size_t smem = split ? sizeof(struct split_smem) : sizeof(struct fused_smem);
+    size_t smem = split ? sizeof(struct split_smem) : sizeof(struct pair_smem);
     e = split ? cudaFuncSetAttribute(gdn_split_kernel,
                                      cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem)
-              : cudaFuncSetAttribute(gdn_fused_kernel,
+              : cudaFuncSetAttribute(gdn_pair_kernel,
                                      cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
     if (e != cudaSuccess)
         return e;
-    unsigned blocks = (unsigned)(a->b.n_seqs * a->d.HV);
-    if (split)
-        gdn_split_kernel<<<blocks * 2, SPLIT_THREADS, smem, stream>>>(*a, m);
-    else
-        gdn_fused_kernel<<<blocks, FUSED_THREADS, smem, stream>>>(*a, m);
-    return cudaGetLastError();
+    /* Begins beside gdn_prep; the loading warp waits for its end, or unit by unit. */
+    cudaLaunchAttribute overlap = {};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)(a->b.n_seqs * a->d.HV * (split ? 2 : 1)));
+    config.blockDim = dim3(HOPPER_THREADS);
+    config.dynamicSmemBytes = smem;
+    config.stream = stream;
+    config.attrs = &overlap;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, split ? gdn_split_kernel : gdn_pair_kernel, *a, m,
+                              beside);
 }

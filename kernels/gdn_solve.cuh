@@ -17,13 +17,17 @@
 
 enum { SOLVE_LD = 20 }; /* row of a diagonal block in floats: stores fall in 32 banks */
 
+/* Private to warp w each: its own copy saves barriers. */
+struct gate_smem {
+    float gamma[4][64]; /* sum of g times log2 e */
+    float beta[4][64];
+    float col[4][2][64]; /* 2^(gamma_r - gamma_j) for block rows w and 3 - w */
+};
+
 struct solve_smem {
     float diag[4][16 * SOLVE_LD]; /* L_ww transposed, private to warp w */
     uint8_t block[10][1024];      /* T_wc at w (w + 1) / 2 + c: 4 8x8 of high, 4 of low parts,
                                      each of T_ww transposed */
-    float gamma[4][64];           /* sum of g times log2 e; a copy for each warp */
-    float row[4][64];             /* gamma + log2 beta */
-    float beta[4][64];
 };
 
 /* Two rows of a chunk a lane: 2 lane, 2 lane + 1. */
@@ -44,28 +48,16 @@ __device__ static inline struct gate_regs gates_load(const float *g, const float
     return r;
 }
 
-__device__ static inline float exp2_fast(float x)
-{
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-
-__device__ static inline float log2_fast(float x)
-{
-    float r;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-
-/* Fills this warp's gamma, row and beta; warp 0 also writes eg [64] | el [64]. */
-__device__ static inline void gates_scan(struct solve_smem *s, int warp, struct gate_regs r,
+/* Fills this warp's gamma, beta and column factors of block rows W and 3 - W; warp 0 also
+ * writes eg [64] | el [64]. */
+__device__ static inline void gates_scan(struct gate_smem *s, int W, struct gate_regs r,
                                          float *eg_el)
 {
     const float log2e = 1.4426950408889634f;
     int lane = threadIdx.x & 31;
-    float g0 = r.g[0] * log2e, g1 = r.g[1] * log2e;
-    float scan = g0 + g1;
+    float g0 = __fmul_rn(r.g[0], log2e);
+    float scan =
+        __fadd_rn(g0, __fmul_rn(r.g[1], log2e)); /* never fused: one result everywhere */
 #pragma unroll
     for (int m = 1; m < 32; m <<= 1) {
         float up = __shfl_up_sync(0xffffffffu, scan, m);
@@ -74,61 +66,80 @@ __device__ static inline void gates_scan(struct solve_smem *s, int warp, struct 
     float before = __shfl_up_sync(0xffffffffu, scan, 1);
     g0 += lane == 0 ? 0.0f : before;
     float last = __shfl_sync(0xffffffffu, scan, 31);
+    float ref_a = __shfl_sync(0xffffffffu, g0, 8 * W);
+    float ref_p = __shfl_sync(0xffffffffu, g0, 8 * (3 - W));
     __syncwarp();
-    *(float2 *)&s->gamma[warp][2 * lane] = make_float2(g0, scan);
-    *(float2 *)&s->row[warp][2 * lane] =
-        make_float2(g0 + log2_fast(r.beta[0]), scan + log2_fast(r.beta[1]));
-    *(float2 *)&s->beta[warp][2 * lane] = make_float2(r.beta[0], r.beta[1]);
-    if (warp == 0) {
+    *(float2 *)&s->gamma[W][2 * lane] = make_float2(g0, scan);
+    *(float2 *)&s->beta[W][2 * lane] = make_float2(r.beta[0], r.beta[1]);
+    *(float2 *)&s->col[W][0][2 * lane] =
+        make_float2(exp2_fast(fminf(ref_a - g0, 0.0f)), exp2_fast(fminf(ref_a - scan, 0.0f)));
+    *(float2 *)&s->col[W][1][2 * lane] =
+        make_float2(exp2_fast(fminf(ref_p - g0, 0.0f)), exp2_fast(fminf(ref_p - scan, 0.0f)));
+    if (W == 0) {
         *(float2 *)&eg_el[2 * lane] = make_float2(exp2_fast(g0), exp2_fast(scan));
-        *(float2 *)&eg_el[64 + 2 * lane] = make_float2(exp2_fast(fminf(last - g0, 0.0f)),
-                                                       exp2_fast(fminf(last - scan, 0.0f)));
+        *(float2 *)&eg_el[64 + 2 * lane] =
+            make_float2(exp2_fast(fminf(last - g0, 0.0f)), exp2_fast(fminf(last - scan, 0.0f)));
     }
     __syncwarp();
 }
 
-/* acc_ij *= 2^(row_i - gamma_j) for j <= i (j < i when strict), else 0, in block row `w`:
- * column tiles up to 2 w + 1. row: gamma for D, gamma + log2 beta for diag(beta) D; both
- * differences are <= 0. */
-__device__ static inline void decay_mask(const float *row, const float *gamma, int w,
-                                         float acc[8][4], bool strict)
+/* acc_ij *= f_i D_ij for j <= i (j < i when strict), else 0, in block row R: column tiles 0 ..
+ * 2 R + 1. f: this thread's two rows. Off the diagonal D_ij = 2^(gamma_i - gamma_r)
+ * 2^(gamma_r - gamma_j) with r the block row's first row, j < r <= i: both factors <= 1, the
+ * second one from `col`. */
+template <int R>
+__device__ static inline void decay_mask(const float *gamma, const float *col,
+                                         float acc[2 * R + 2][4], const float f[2], bool strict)
 {
     int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    float ri[2] = {row[16 * w + g], row[16 * w + g + 8]};
+    float gr = gamma[16 * R];
+    float gi[2] = {gamma[16 * R + g], gamma[16 * R + g + 8]};
+    float fi[2] = {f[0] * exp2_fast(fminf(gi[0] - gr, 0.0f)),
+                   f[1] * exp2_fast(fminf(gi[1] - gr, 0.0f))};
 #pragma unroll
-    for (int nt = 0; nt < 8; nt++) {
-        if (nt > 2 * w + 1)
-            continue;
-        float2 gj = *(const float2 *)&gamma[8 * nt + 2 * t];
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            float d = exp2_fast(fminf(ri[e >> 1] - (e & 1 ? gj.y : gj.x), 0.0f));
-            acc[nt][e] = __fmul_rn(acc[nt][e], d);
-        }
+    for (int nt = 0; nt < 2 * R; nt++) {
+        float2 c = *(const float2 *)&col[8 * nt + 2 * t];
+        acc[nt][0] = __fmul_rn(__fmul_rn(acc[nt][0], fi[0]), c.x);
+        acc[nt][1] = __fmul_rn(__fmul_rn(acc[nt][1], fi[0]), c.y);
+        acc[nt][2] = __fmul_rn(__fmul_rn(acc[nt][2], fi[1]), c.x);
+        acc[nt][3] = __fmul_rn(__fmul_rn(acc[nt][3], fi[1]), c.y);
     }
     int edge = strict ? 1 : 0;
 #pragma unroll
-    for (int nt = 0; nt < 8; nt++) {
-        if (nt >> 1 != w)
-            continue;
+    for (int nt = 0; nt < 2; nt++) {
+        float2 gj = *(const float2 *)&gamma[16 * R + 8 * nt + 2 * t];
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            acc[nt][e] = 8 * (nt & 1) + 2 * t + (e & 1) + edge <= g + (e >> 1) * 8 ? acc[nt][e]
-                                                                                  : 0.0f;
+        for (int e = 0; e < 4; e++) {
+            float d = exp2_fast(fminf(gi[e >> 1] - (e & 1 ? gj.y : gj.x), 0.0f));
+            float x = __fmul_rn(__fmul_rn(acc[2 * R + nt][e], f[e >> 1]), d);
+            acc[2 * R + nt][e] = 8 * nt + 2 * t + (e & 1) + edge <= g + (e >> 1) * 8 ? x : 0.0f;
+        }
     }
 }
 
-/* Column tiles 0 .. 2 warp + 1 of this warp's rows, as bf16, into a swizzled tile. */
-__device__ static inline void tile_store(uint32_t tile, int warp, const float acc[8][4])
+/* Block row R, column tiles 0 .. 2 R + 1, into a swizzled tile; the others become 0. x: pairs
+ * of bf16 for row g and row g + 8. */
+template <int R>
+__device__ static inline void tile_store(uint32_t tile, const uint32_t x[2 * R + 2][2])
 {
     int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    uint32_t base = tile + (16 * R + g) * 128 + (g << 4) + t * 4;
 #pragma unroll
     for (int nt = 0; nt < 8; nt++) {
-        if (nt > 2 * warp + 1)
-            continue;
-        uint32_t at = tile + tile_off(16 * warp + g, nt) + t * 4;
-        st_shared2(at, pack2(acc[nt][0], acc[nt][1]));
-        st_shared2(at + 8 * 128, pack2(acc[nt][2], acc[nt][3]));
+        bool zero = nt > 2 * R + 1;
+        uint32_t at = base ^ (nt << 4);
+        st_shared2(at, zero ? 0 : x[nt][0]);
+        st_shared2(at + 8 * 128, zero ? 0 : x[nt][1]);
+    }
+}
+
+template <int N>
+__device__ static inline void pack_rows(uint32_t x[N][2], const float acc[N][4])
+{
+#pragma unroll
+    for (int nt = 0; nt < N; nt++) {
+        x[nt][0] = pack2(acc[nt][0], acc[nt][1]);
+        x[nt][1] = pack2(acc[nt][2], acc[nt][3]);
     }
 }
 
@@ -232,28 +243,17 @@ __device__ static inline void solve_diag(struct solve_smem *s, int warp, const f
     __syncwarp();
 }
 
-/* acc: L in accumulator layout on entry, this warp's rows; T on exit, column tiles 0 ..
- * 2 warp + 1. All 4 warps of the group call it; `barrier` is the group's. */
-__device__ static inline void solve_inverse(struct solve_smem *s, int warp, float acc[8][4],
-                                            int barrier)
+/* acc: L in accumulator layout on entry, block row W, T_WW solved already; T on exit. All 4
+ * warps of the group call it; `barrier` is the group's. */
+template <int W>
+__device__ static inline void solve_inverse(struct solve_smem *s, float acc[8][4], int barrier)
 {
-    float diag[2][4];
-#pragma unroll
-    for (int e = 0; e < 8; e++) {
-        float x = acc[e >> 2][e & 3];
-        x = warp == 1 ? acc[2 + (e >> 2)][e & 3] : x;
-        x = warp == 2 ? acc[4 + (e >> 2)][e & 3] : x;
-        diag[e >> 2][e & 3] = warp == 3 ? acc[6 + (e >> 2)][e & 3] : x;
-    }
-    solve_diag(s, warp, diag);
-    uint32_t thi[4], tlo[4], mhi[3][4], mlo[3][4];
-    uint32_t at = block_addr(s, warp, warp) + (threadIdx.x & 31) * 16;
+    uint32_t thi[4], tlo[4], mhi[W + 1][4], mlo[W + 1][4];
+    uint32_t at = block_addr(s, W, W) + (threadIdx.x & 31) * 16;
     ldsm4_t(thi, at);
     ldsm4_t(tlo, at + 512);
 #pragma unroll
-    for (int j = 0; j < 3; j++) {
-        if (j >= warp)
-            continue;
+    for (int j = 0; j < W; j++) {
         uint32_t hi[4], lo[4];
         split_block(acc + 2 * j, hi, lo);
 #pragma unroll
@@ -261,69 +261,113 @@ __device__ static inline void solve_inverse(struct solve_smem *s, int warp, floa
             hi[q] = movm_t(hi[q]), lo[q] = movm_t(lo[q]);
         float m[2][4] = {};
         block_mma(m, thi, tlo, hi, lo);
+        split_block(m, mhi[j], mlo[j]);
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+            mhi[j][q] ^= 0x80008000u, mlo[j][q] ^= 0x80008000u;
 #pragma unroll
         for (int e = 0; e < 8; e++)
-            m[e >> 2][e & 3] = -m[e >> 2][e & 3], acc[2 * j + (e >> 2)][e & 3] = 0.0f;
-        split_block(m, mhi[j], mlo[j]);
+            acc[2 * j + (e >> 2)][e & 3] = 0.0f;
     }
 #pragma unroll
-    for (int w = 0; w < 4; w++)
-        if (w == warp)
-#pragma unroll
-            for (int q = 0; q < 4; q++) {
-                acc[2 * w + (q >> 1)][2 * (q & 1)] = lo2(thi[q]) + lo2(tlo[q]);
-                acc[2 * w + (q >> 1)][2 * (q & 1) + 1] = hi2(thi[q]) + hi2(tlo[q]);
-            }
+    for (int q = 0; q < 4; q++) {
+        acc[2 * W + (q >> 1)][2 * (q & 1)] = lo2(thi[q]) + lo2(tlo[q]);
+        acc[2 * W + (q >> 1)][2 * (q & 1) + 1] = hi2(thi[q]) + hi2(tlo[q]);
+    }
     /* Step d forms the terms with j - c = d: T_jc of the step before is then complete. */
 #pragma unroll
     for (int d = 0; d < 3; d++) {
         group_sync(barrier);
 #pragma unroll
-        for (int c = 0; c + d < 3; c++) {
-            if (c + d >= warp)
-                continue;
+        for (int c = 0; c + d < W; c++) {
             block_step(s, acc + 2 * c, mhi[c + d], mlo[c + d], c + d, c);
-            if (c + d == warp - 1 && warp < 3) {
+            if (c + d == W - 1 && W < 3) {
                 uint32_t hi[4], lo[4];
                 split_block(acc + 2 * c, hi, lo);
-                block_store(s, warp, c, hi, lo);
+                block_store(s, W, c, hi, lo);
             }
         }
     }
 }
 
-/* acc_ij *= beta_j. */
-__device__ static inline void scale_columns(const struct solve_smem *s, int warp,
-                                            float acc[8][4])
+/* Where a chunk's preparation works; shared memory addresses of tiles. */
+struct prep_places {
+    struct gate_smem *gates;
+    struct solve_smem *solve; /* may lie over Q */
+    uint32_t K, Q;            /* tail rows are 0 */
+    uint32_t A, P;            /* out; may lie over K */
+    float *eg_el;             /* out */
+};
+
+/* Products, masks and P of warp W: L to x, its diagonal block to diag. */
+template <int W>
+__device__ static inline void prep_products(const struct prep_places *s, float x[8][4],
+                                            float diag[2][4], int barrier)
 {
-    int t = threadIdx.x & 3;
-#pragma unroll
-    for (int nt = 0; nt < 8; nt++) {
-        if (nt > 2 * warp + 1)
-            continue;
-        float2 b = *(const float2 *)&s->beta[warp][8 * nt + 2 * t];
-        acc[nt][0] *= b.x, acc[nt][2] *= b.x;
-        acc[nt][1] *= b.y, acc[nt][3] *= b.y;
+    uint32_t pp[2 * (3 - W) + 2][2];
+    {
+        const float one[2] = {1.0f, 1.0f};
+        float p[2 * (3 - W) + 2][4];
+        mm_lower<3 - W>(p, s->Q, s->K);
+        decay_mask<3 - W>(s->gates->gamma[W], s->gates->col[W][1], p, one, false);
+        pack_rows<2 * (3 - W) + 2>(pp, p);
     }
+    int lane = threadIdx.x & 31;
+    mm_lower<W>(x, s->K, s->K);
+    const float *b = s->gates->beta[W];
+    const float beta[2] = {b[16 * W + (lane >> 2)], b[16 * W + (lane >> 2) + 8]};
+    decay_mask<W>(s->gates->gamma[W], s->gates->col[W][0], x, beta, true);
+#pragma unroll
+    for (int e = 0; e < 8; e++)
+        diag[e >> 2][e & 3] = x[2 * W + (e >> 2)][e & 3];
+    group_sync(barrier); /* K and Q are read */
+    tile_store<3 - W>(s->P, pp);
 }
 
-/* A, P and gates of one chunk and head, by 4 warps, from K and Q tiles whose tail rows are 0.
- * Upper tiles of A and P must be 0 already. Warp w has block row w of A and 3 - w of P: the same
- * work for each. */
-__device__ static inline void prep_chunk(struct solve_smem *s, int warp, struct gate_regs r,
-                                         uint32_t K, uint32_t Q, uint32_t A, uint32_t P,
-                                         float *eg_el, int barrier)
+/* The inverse and A of warp W. */
+template <int W>
+__device__ static inline void prep_inverse(const struct prep_places *s, float x[8][4],
+                                           int barrier)
 {
-    gates_scan(s, warp, r, eg_el);
-    float x[8][4];
-    mm_lower(x, Q, K, 3 - warp);
-    decay_mask(s->gamma[warp], s->gamma[warp], 3 - warp, x, false);
-    tile_store(P, 3 - warp, x);
-    mm_lower(x, K, K, warp);
-    decay_mask(s->row[warp], s->gamma[warp], warp, x, true);
-    solve_inverse(s, warp, x, barrier);
-    scale_columns(s, warp, x);
-    tile_store(A, warp, x);
+    solve_inverse<W>(s->solve, x, barrier);
+    const float *b = s->gates->beta[W];
+#pragma unroll
+    for (int nt = 0; nt < 2 * W + 2; nt++) {
+        float2 bj = *(const float2 *)&b[8 * nt + 2 * (threadIdx.x & 3)];
+        x[nt][0] *= bj.x, x[nt][2] *= bj.x;
+        x[nt][1] *= bj.y, x[nt][3] *= bj.y;
+    }
+    uint32_t xx[2 * W + 2][2];
+    pack_rows<2 * W + 2>(xx, x);
+    tile_store<W>(s->A, xx);
+}
+
+/* A, P and gates of one chunk and head, by 4 warps. Warp w has block row w of A and 3 - w of P:
+ * the same work for each. Where bounds depend on the warp there is a copy of the code for each;
+ * what does not is shared, because the instruction cache is what this kernel is short of. Tiles
+ * of A and P above the diagonal are written as 0. */
+__device__ static inline void prep_chunk(struct prep_places s, int warp, struct gate_regs r,
+                                         int barrier)
+{
+    float x[8][4], diag[2][4];
+    gates_scan(s.gates, warp, r, s.eg_el);
+    if (warp == 0)
+        prep_products<0>(&s, x, diag, barrier);
+    else if (warp == 1)
+        prep_products<1>(&s, x, diag, barrier);
+    else if (warp == 2)
+        prep_products<2>(&s, x, diag, barrier);
+    else
+        prep_products<3>(&s, x, diag, barrier);
+    solve_diag(s.solve, warp, diag);
+    if (warp == 0)
+        prep_inverse<0>(&s, x, barrier);
+    else if (warp == 1)
+        prep_inverse<1>(&s, x, barrier);
+    else if (warp == 2)
+        prep_inverse<2>(&s, x, barrier);
+    else
+        prep_inverse<3>(&s, x, barrier);
 }
 
 #endif

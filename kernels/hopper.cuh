@@ -30,14 +30,6 @@ __device__ static inline void mbar_arrive(uint64_t *bar)
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(smem_addr(bar)) : "memory");
 }
 
-/* One arrival for what all lanes of the warp did before. */
-__device__ static inline void mbar_arrive_warp(uint64_t *bar)
-{
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0)
-        mbar_arrive(bar);
-}
-
 __device__ static inline void mbar_wait(uint64_t *bar, uint32_t parity)
 {
     asm volatile("{\n"
@@ -59,34 +51,45 @@ __device__ static inline void fence_async(void)
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+/* Waits until the kernel before this one in the stream is over, when launched to overlap it. */
+__device__ static inline void grid_wait(void)
+{
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 /* ---- copies ---- */
 
 /* Box of a tensor map at (x, y, z), innermost first, into shared memory. */
 __device__ static inline void tma_load3(void *dst, const CUtensorMap *map, uint64_t *bar, int x,
                                         int y, int z)
 {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-                 " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(smem_addr(dst)),
-                 "l"(map), "r"(smem_addr(bar)), "r"(x), "r"(y), "r"(z)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(smem_addr(dst)),
+        "l"(map), "r"(smem_addr(bar)), "r"(x), "r"(y), "r"(z)
+        : "memory");
 }
 
 /* The same box back to memory; one bulk group of the calling thread. */
 __device__ static inline void tma_store3(const CUtensorMap *map, const void *src, int x, int y,
                                          int z)
 {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
-                 ::"l"(map), "r"(smem_addr(src)), "r"(x), "r"(y), "r"(z)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
+            map),
+        "r"(smem_addr(src)), "r"(x), "r"(y), "r"(z)
+        : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-__device__ static inline void bulk_load(void *dst, const void *src, uint32_t bytes, uint64_t *bar)
+__device__ static inline void bulk_load(void *dst, const void *src, uint32_t bytes,
+                                        uint64_t *bar)
 {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], "
-                 "%2, [%3];" ::"r"(smem_addr(dst)),
-                 "l"(src), "r"(bytes), "r"(smem_addr(bar))
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], "
+        "%2, [%3];" ::"r"(smem_addr(dst)),
+        "l"(src), "r"(bytes), "r"(smem_addr(bar))
+        : "memory");
 }
 
 template <int N> __device__ static inline void reg_alloc(void)
@@ -122,12 +125,12 @@ template <int N> __device__ static inline void wg_pin(float acc[N][4])
 #pragma unroll
     for (int i = 0; i < N; i++)
         asm volatile(""
-                     : "+f"(acc[i][0]), "+f"(acc[i][1]), "+f"(acc[i][2]), "+f"(acc[i][3])::
-                         "memory");
+                     : "+f"(acc[i][0]), "+f"(acc[i][1]), "+f"(acc[i][2]),
+                       "+f"(acc[i][3])::"memory");
 }
 
-/* Descriptor of a swizzled tile, rows of 64 contiguous k: stride 1024 bytes between 8 rows. Step
- * ks of 16 columns: + 2; next tile of 64 columns: + 512. */
+/* Descriptor of a swizzled tile, rows of 64 contiguous k: stride 1024 bytes between 8 rows.
+ * Step ks of 16 columns: + 2; next tile of 64 columns: + 512. */
 __device__ static inline uint64_t desc_kmajor(uint32_t tile)
 {
     return (1ull << 62) | (64ull << 32) | (1ull << 16) | ((tile & 0x3ffff) >> 4);
@@ -141,18 +144,19 @@ __device__ static inline uint64_t desc_nmajor(uint32_t tile)
 }
 
 #define WG_ACC4(c, i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
-#define WG_ACC32(c)                                                                             \
-    WG_ACC4(c, 0), WG_ACC4(c, 1), WG_ACC4(c, 2), WG_ACC4(c, 3), WG_ACC4(c, 4), WG_ACC4(c, 5),   \
+#define WG_ACC32(c)                                                                            \
+    WG_ACC4(c, 0), WG_ACC4(c, 1), WG_ACC4(c, 2), WG_ACC4(c, 3), WG_ACC4(c, 4), WG_ACC4(c, 5),  \
         WG_ACC4(c, 6), WG_ACC4(c, 7)
-#define WG_ACC64(c)                                                                             \
-    WG_ACC32(c), WG_ACC4(c, 8), WG_ACC4(c, 9), WG_ACC4(c, 10), WG_ACC4(c, 11), WG_ACC4(c, 12),  \
+#define WG_ACC64(c)                                                                            \
+    WG_ACC32(c), WG_ACC4(c, 8), WG_ACC4(c, 9), WG_ACC4(c, 10), WG_ACC4(c, 11), WG_ACC4(c, 12), \
         WG_ACC4(c, 13), WG_ACC4(c, 14), WG_ACC4(c, 15)
-#define WG_NAMES32                                                                              \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19," \
+#define WG_NAMES32                                                                             \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "    \
+    "%19,"                                                                                     \
     " %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define WG_NAMES64                                                                              \
-    WG_NAMES32                                                                                  \
-    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48,"    \
+#define WG_NAMES64                                                                             \
+    WG_NAMES32                                                                                 \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48,"   \
     " %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 /* acc[64, 64] (+)= A B^T for one k step; adds when `add`. */
@@ -172,16 +176,6 @@ __device__ static inline void wg_n128(float c[16][4], const uint32_t a[4], uint6
                  "{%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
                  : WG_ACC64(c)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc));
-}
-
-/* acc[64, 64] (+)= A B^T, both from tiles. */
-__device__ static inline void wg_ss64(float c[8][4], uint64_t da, uint64_t db, int add)
-{
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WG_NAMES32 "}, "
-                 "%32, %33, p, 1, 1, 0, 0;\n}"
-                 : WG_ACC32(c)
-                 : "l"(da), "l"(db), "r"(add));
 }
 
 /* acc (+)= A B^T over KS steps; B [64, 16 KS] in tiles of 64 columns. */
@@ -204,23 +198,13 @@ __device__ static inline void wg_nmajor(float acc[16][4], const uint32_t a[4][4]
         wg_n128(acc, a[ks], d + ks * 128);
 }
 
-/* acc = A B^T, [64, 128] each. */
-__device__ static inline void wg_ss(float acc[8][4], uint32_t ta, uint32_t tb)
-{
-    uint64_t da = desc_kmajor(ta), db = desc_kmajor(tb);
-#pragma unroll
-    for (int ks = 0; ks < 8; ks++) {
-        uint64_t at = (ks >> 2) * 512 + (ks & 3) * 2;
-        wg_ss64(acc, da + at, db + at, ks > 0);
-    }
-}
-
-/* Four 8x8 matrices of packed pairs, each transposed, to the rows given by this lane's address. */
+/* Four 8x8 matrices of packed pairs, each transposed, to the rows at the lanes' addresses. */
 __device__ static inline void stsm4_t(uint32_t addr, const uint32_t r[4])
 {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(addr),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(addr),
+        "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+        : "memory");
 }
 
 #endif

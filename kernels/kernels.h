@@ -81,8 +81,8 @@ struct k_swiglu {
 cudaError_t k_swiglu(const struct k_swiglu *a, cudaStream_t stream);
 
 struct k_gdn_dims {
-    int32_t H, HV;  /* key and value heads; HV a multiple of H; head dims are 128 */
-    int32_t ld;     /* row length of the projection, a multiple of 8 */
+    int32_t H, HV; /* key and value heads; HV a multiple of H; head dims are 128 */
+    int32_t ld;    /* row length of the projection, a multiple of 8 */
     int32_t n_slots;
 };
 
@@ -112,20 +112,26 @@ struct k_gdn_delta {
     const float *g, *beta; /* [T, HV] */
     float *S;              /* [n_slots, HV, V, K] f32 (S transposed), updated */
     void *o;               /* out [T, HV, V] bf16 */
-    void *work;            /* k_gdn_delta_work_bytes, 128-byte aligned; contents are private */
+    void *work;            /* k_gdn_delta_work_bytes, 128-byte aligned, through k_gdn_work_init
+                              once; contents are private */
     int32_t body;          /* a K_GDN_ value; tests and benchmarks pick one, else AUTO */
 };
-enum { K_GDN_AUTO, K_GDN_PORTABLE, K_GDN_SPLIT, K_GDN_FUSED };
+/* SPLIT and PAIR are the Hopper body's two shapes (a block has half a value head, or both
+ * halves); they need compute capability 9.0. */
+enum { K_GDN_AUTO, K_GDN_PORTABLE, K_GDN_SPLIT, K_GDN_PAIR };
 cudaError_t k_gdn_delta(const struct k_gdn_delta *a, cudaStream_t stream);
 
 /* Workspace for n_chunks chunks and HV value heads. */
 size_t k_gdn_delta_work_bytes(int64_t n_chunks, int32_t HV);
 
+/* Once for a new workspace of that many bytes, before the first k_gdn_delta. */
+cudaError_t k_gdn_work_init(void *work, size_t bytes, cudaStream_t stream);
+
 /* o = rmsnorm(o over V) * w * silu(z), in place. */
 struct k_gdn_norm {
     int32_t n_tokens;
     int32_t HV;
-    int32_t ld;     /* distance of two rows of z, a multiple of 8 */
+    int32_t ld; /* distance of two rows of z, a multiple of 8 */
     float eps;
     const void *z;  /* bf16, row t at z + t * ld: [HV, V] */
     const float *w; /* [V] */

@@ -1,12 +1,13 @@
 /* Shared-memory tiles and warp-level products of the GDN kernels.
  *
- * A tile is 64 rows of 64 bf16 (128 bytes a row, 8 KB, 1024-byte aligned); the 16-byte unit u of
- * row r lies at u ^ (r & 7): the 128-byte swizzle of TMA and wgmma, and free of bank conflicts
- * for ldmatrix and for stores in accumulator layout. A [64, 128] matrix is two tiles.
+ * A tile is 64 rows of 64 bf16 (128 bytes a row, 8 KB, 1024-byte aligned); the 16-byte unit u
+ * of row r lies at u ^ (r & 7): the 128-byte swizzle of TMA and wgmma, and free of bank
+ * conflicts for ldmatrix and for stores in accumulator layout. A [64, 128] matrix is two tiles.
  *
  * Accumulator layout, 16 rows a warp: acc[nt][0..3] are (row g, columns 8 nt + 2 t, + 1) and
- * (row g + 8, the same columns), g = lane / 4, t = lane % 4. Two neighbours packed to bf16 are an
- * A operand: no shuffles between dependent products. wgmma has the same layout for each warp.
+ * (row g + 8, the same columns), g = lane / 4, t = lane % 4. Two neighbours packed to bf16 are
+ * an A operand: no shuffles between dependent products. wgmma has the same layout for each
+ * warp.
  * All products sum over k in ascending steps of 16. */
 #ifndef PREFILLD_TILE_CUH
 #define PREFILLD_TILE_CUH
@@ -49,12 +50,13 @@ __device__ static inline uint32_t movm_t(uint32_t x)
     return r;
 }
 
-__device__ static inline void mma16816(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1)
+__device__ static inline void mma16816(float c[4], const uint32_t a[4], uint32_t b0,
+                                       uint32_t b1)
 {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, "
-                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ static inline void cp16(uint32_t dst, const void *src, bool live)
@@ -79,9 +81,19 @@ __device__ static inline void st_shared2(uint32_t addr, uint32_t x)
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(addr), "r"(x) : "memory");
 }
 
+/* 128 threads; its warps may stand at different copies of the call. */
 __device__ static inline void group_sync(int barrier)
 {
-    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+    asm volatile("barrier.sync %0, 128;" ::"r"(barrier) : "memory");
+}
+
+/* Rows n .. 63 of `tiles` consecutive tiles become zeros; n_threads threads, this one `t`. */
+__device__ static inline void zero_rows(uint8_t *at, int tiles, int n, int t, int n_threads)
+{
+    for (int i = t; i < tiles * (64 - n) * 8; i += n_threads) {
+        int tile = i / ((64 - n) * 8), unit = i % ((64 - n) * 8);
+        *(uint4 *)(at + tile * TILE_BYTES + n * 128 + unit * 16) = make_uint4(0, 0, 0, 0);
+    }
 }
 
 /* Accumulator columns 16 ks .. 16 ks + 15 as the A operand of step ks. */
@@ -130,43 +142,30 @@ __device__ static inline void mm_nmajor(float acc[16][4], const uint32_t a[4][4]
     }
 }
 
-/* This warp's 16 rows of a [64, 128] matrix as the A operand of step ks. */
-__device__ static inline void frag_load(uint32_t a[4], uint32_t tile, int row0, int ks)
-{
-    int lane = threadIdx.x & 31, m = lane >> 3;
-    ldsm4(a, tile + (ks >> 2) * TILE_BYTES +
-                 tile_off(row0 + (m & 1) * 8 + (lane & 7), 2 * (ks & 3) + (m >> 1)));
-}
-
-/* Columns 0 .. 16 w + 15 of rows 16 w .. 16 w + 15 of A B^T, A, B [64, 128]. The swizzle leaves a
- * step of 16 columns as one exclusive or on the address. */
-__device__ static inline void mm_lower(float acc[8][4], uint32_t ta, uint32_t tb, int w)
+/* Columns 0 .. 16 W + 15 of rows 16 W .. 16 W + 15 of A B^T, A, B [64, 128]. The swizzle leaves
+ * a step of 16 columns as one exclusive or on the address. Unrolled by 2 only: the instruction
+ * cache is what its kernel is short of. */
+template <int W>
+__device__ static inline void mm_lower(float acc[2 * W + 2][4], uint32_t ta, uint32_t tb)
 {
     int lane = threadIdx.x & 31, m = lane >> 3, l7 = lane & 7;
-    uint32_t at_a = ta + (16 * w + (m & 1) * 8 + l7) * 128 + (((m >> 1) ^ l7) << 4);
+    uint32_t at_a = ta + (16 * W + (m & 1) * 8 + l7) * 128 + (((m >> 1) ^ l7) << 4);
     uint32_t at_b = tb + ((m >> 1) * 8 + l7) * 128 + (((m & 1) ^ l7) << 4);
 #pragma unroll
-    for (int i = 0; i < 32; i++)
+    for (int i = 0; i < 8 * W + 8; i++)
         acc[i >> 2][i & 3] = 0.0f;
-#pragma unroll 1
-    for (int panel = 0; panel < 2; panel++) {
+#pragma unroll 2
+    for (int ks = 0; ks < 8; ks++) {
+        uint32_t a[4], b[W + 1][4], k = (ks & 3) << 5, panel = (ks >> 2) * TILE_BYTES;
+        ldsm4(a, (at_a ^ k) + panel);
 #pragma unroll
-        for (int ks = 0; ks < 4; ks++) {
-            uint32_t a[4], b[4][4];
-            ldsm4(a, at_a ^ (ks << 5));
+        for (int np = 0; np <= W; np++)
+            ldsm4(b[np], (at_b ^ k) + panel + np * 2048);
 #pragma unroll
-            for (int np = 0; np < 4; np++)
-                if (np <= w)
-                    ldsm4(b[np], (at_b ^ (ks << 5)) + np * 2048);
-#pragma unroll
-            for (int np = 0; np < 4; np++)
-                if (np <= w) {
-                    mma16816(acc[2 * np], a, b[np][0], b[np][1]);
-                    mma16816(acc[2 * np + 1], a, b[np][2], b[np][3]);
-                }
+        for (int np = 0; np <= W; np++) {
+            mma16816(acc[2 * np], a, b[np][0], b[np][1]);
+            mma16816(acc[2 * np + 1], a, b[np][2], b[np][3]);
         }
-        at_a += TILE_BYTES;
-        at_b += TILE_BYTES;
     }
 }
 

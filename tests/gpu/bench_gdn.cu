@@ -1,6 +1,7 @@
 /* The gated delta rule in every shape of ../shared/peers.md: milliseconds, target, floor, ratio
  * to the better peer. One call a graph, replayed over rotated inputs; median and spread of 60.
- * Arguments: `bodies` times each body too; a head pair such as 16/32 picks one table. */
+ * Arguments: `bodies` times each body too; a head pair such as 16/32 picks one table, a step
+ * such as 1x8192 its row. */
 #include <algorithm>
 
 #include "gdn_case.cuh"
@@ -80,7 +81,8 @@ struct timing {
     double median, p10, p90;
 };
 
-static struct timing time_body(const struct k_device *dev, std::vector<gdn_case *> &sets, int body)
+static struct timing time_body(const struct k_device *dev, std::vector<gdn_case *> &sets,
+                               int body)
 {
     const int reps = 60;
     cudaStream_t st;
@@ -126,18 +128,21 @@ int main(int argc, char **argv)
     if (!gpu_open("bench_gdn", &dev))
         return 0;
     bool each = false;
-    const char *only = NULL;
+    const char *only = NULL, *step = NULL;
     for (int i = 1; i < argc; i++)
         if (strcmp(argv[i], "bodies") == 0)
             each = true;
-        else
+        else if (strchr(argv[i], '/'))
             only = argv[i];
-    printf("heads  step           ms (p10..p90)           target  floor   peer    /peer /target%s\n",
-           each ? "  split    fused" : "");
+        else
+            step = argv[i];
+    printf("heads  step           ms (p10..p90)           target  floor   peer    /peer "
+           "/target%s\n",
+           each ? "  split    pair" : "");
     for (const row &r : rows()) {
         char heads[16];
         snprintf(heads, sizeof heads, "%d/%d", r.H, r.HV);
-        if (only && strcmp(only, heads) != 0)
+        if ((only && strcmp(only, heads) != 0) || (step && strcmp(step, r.name) != 0))
             continue;
         std::vector<gdn_case *> sets;
         size_t tokens = 0;
@@ -156,7 +161,7 @@ int main(int argc, char **argv)
                t.median / r.target);
         if (each && dev.cc == 90)
             printf("  %7.4f  %7.4f", time_body(&dev, sets, K_GDN_SPLIT).median,
-                   time_body(&dev, sets, K_GDN_FUSED).median);
+                   time_body(&dev, sets, K_GDN_PAIR).median);
         printf("\n");
         fflush(stdout);
         for (gdn_case *c : sets)

@@ -91,6 +91,7 @@ struct gdn_case {
     void run(const struct k_device *dev, int body)
     {
         o.poison(), work.poison(), S.poison();
+        CU(k_gdn_work_init(work.p, work.n, 0));
         size_t slot_n = (size_t)HV * 16384;
         for (size_t i = 0; i < lens.size(); i++)
             if (start[i])
@@ -131,7 +132,7 @@ struct gdn_case {
 
 static const char *body_name(int body)
 {
-    static const char *const names[] = {"auto", "portable", "split", "fused"};
+    static const char *const names[] = {"auto", "portable", "split", "pair"};
     return names[body];
 }
 

@@ -20,13 +20,13 @@ typedef __nv_bfloat16 bf16;
 
 static int n_failed;
 
-#define CU(call)                                                                                \
-    do {                                                                                        \
-        cudaError_t e_ = (call);                                                                \
-        if (e_ != cudaSuccess) {                                                                \
-            printf("FAIL %s:%d %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(e_));   \
-            exit(1);                                                                            \
-        }                                                                                       \
+#define CU(call)                                                                               \
+    do {                                                                                       \
+        cudaError_t e_ = (call);                                                               \
+        if (e_ != cudaSuccess) {                                                               \
+            printf("FAIL %s:%d %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(e_));  \
+            exit(1);                                                                           \
+        }                                                                                      \
     } while (0)
 
 __attribute__((format(printf, 2, 3), unused)) static bool result(bool ok, const char *fmt, ...)
@@ -113,7 +113,8 @@ __device__ static inline float normal_at(uint64_t seed, uint64_t i)
     return sqrtf(-2.0f * logf(fminf(u, 1.0f))) * cospif(2.0f * v);
 }
 
-template <class T> __global__ static void fill_normal_kernel(T *p, size_t n, uint64_t seed, float s)
+template <class T>
+__global__ static void fill_normal_kernel(T *p, size_t n, uint64_t seed, float s)
 {
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n;
          i += (size_t)gridDim.x * blockDim.x)

@@ -1,0 +1,39 @@
+#!/bin/sh
+# Runs every GPU check and benchmark of the bundle this script lies in, and ends with a table.
+# Usage: run.sh [log folder]. Exits 0 when nothing failed; a machine without a GPU skips in words.
+cd "$(dirname "$0")" || exit 1
+logs=${1:-.}
+table=
+failed=0
+step() {
+    name=$1
+    shift
+    timeout 300 "$@" >"$logs/$name.log" 2>&1
+    rc=$?
+    verdict=pass
+    grep -q '^skip' "$logs/$name.log" && verdict=skip
+    if [ $rc -ne 0 ]; then
+        verdict="FAIL (exit $rc)"
+        failed=1
+        grep FAIL "$logs/$name.log"
+    fi
+    table="$table$(printf '%-28s %s' "$name" "$verdict")
+"
+}
+step test_ops ./test_ops
+step test_gdn ./test_gdn
+if command -v compute-sanitizer >/dev/null 2>&1; then
+    for tool in memcheck racecheck initcheck synccheck; do
+        for t in test_ops test_gdn; do
+            step "$tool-$t" compute-sanitizer --tool $tool --error-exitcode 9 ./$t small
+        done
+    done
+else
+    table="${table}sanitizers                   skip: no compute-sanitizer here
+"
+fi
+step bench_ops ./bench_ops
+step bench_gdn ./bench_gdn
+cat "$logs/bench_ops.log" "$logs/bench_gdn.log"
+printf '%s' "$table"
+exit $failed

@@ -29,13 +29,14 @@ static void check_case(const char *name, int H, int HV, const std::vector<int> &
         double worst_s = 0;
         for (size_t i = 0; i < lens.size(); i++) {
             s.push_back(c.state((int)i));
-            std::vector<double> want(S_ref.begin() + i * slot_n, S_ref.begin() + (i + 1) * slot_n);
+            std::vector<double> want(S_ref.begin() + i * slot_n,
+                                     S_ref.begin() + (i + 1) * slot_n);
             double e = rel_error(s.back(), want);
             worst_s = e > worst_s || e != e ? e : worst_s;
         }
         double e = rel_error(o, o_ref);
-        result(e <= TOL_OUT && worst_s <= TOL_STATE, "%s %d/%d %s: out %.2e state %.2e", name, H,
-               HV, body_name(body), e, worst_s);
+        result(e <= TOL_OUT && worst_s <= TOL_STATE, "%s %d/%d %s: out %.2e state %.2e", name,
+               H, HV, body_name(body), e, worst_s);
         if (body == bodies[0]) {
             first_o = o, first_s = s;
             continue;
@@ -46,10 +47,23 @@ static void check_case(const char *name, int H, int HV, const std::vector<int> &
         bool same_s = true;
         for (size_t i = 0; i < s.size(); i++)
             same_s &= memcmp(s[i].data(), first_s[i].data(), s[i].size() * 4) == 0;
-        result(diff == 0 && same_s, "%s %d/%d %s: same bits as %s (%zu of %zu differ, state %s)",
-               name, H, HV, body_name(body), body_name(bodies[0]), diff, o.size(),
+        result(diff == 0 && same_s,
+               "%s %d/%d %s: same bits as %s (%zu of %zu differ, state %s)", name, H, HV,
+               body_name(body), body_name(bodies[0]), diff, o.size(),
                same_s ? "same" : "differs");
     }
+}
+
+/* Tokens at .. at + n - 1 of `from` become those from to_tok on of `to`. */
+static void copy_sequence(gdn_case &to, size_t to_tok, gdn_case &from, size_t at, size_t n)
+{
+    size_t H = from.H, HV = from.HV;
+    auto copy = [&](auto &dst, auto &src, size_t row) {
+        CU(cudaMemcpy(dst.p + to_tok * row, src.p + at * row, n * row * sizeof(*dst.p),
+                      cudaMemcpyDeviceToDevice));
+    };
+    copy(to.q, from.q, H * 128), copy(to.k, from.k, H * 128), copy(to.v, from.v, HV * 128);
+    copy(to.g, from.g, HV), copy(to.beta, from.beta, HV);
 }
 
 /* Sequence 1 of a batch, alone and cut into two pieces at `cut`, must give the same bits. */
@@ -59,24 +73,19 @@ static void check_bits(int body, int cut)
     gdn_case all;
     all.make(H, HV, {70, 300, 5, 129}, 1, 11);
     all.run(&dev, body);
-    size_t t0 = 70, n = 300, rq = H * 128, rv = HV * 128;
+    size_t t0 = 70, n = 300, rv = HV * 128;
     std::vector<bf16> want = all.o.get(t0 * rv, n * rv);
     std::vector<float> want_s = all.state(1);
 
     gdn_case one;
-    one.make(H, HV, {cut, (int)n - cut}, 1, 99);
-    std::vector<int> pieces = cut ? std::vector<int>{cut, (int)n - cut} : std::vector<int>{(int)n};
+    std::vector<int> pieces =
+        cut ? std::vector<int>{cut, (int)n - cut} : std::vector<int>{(int)n};
     size_t at = 0;
     std::vector<bf16> got;
     std::vector<float> state = all.S0.get((size_t)all.slot[1] * HV * 16384, HV * 16384);
     for (int len : pieces) {
         one.make(H, HV, {3, len}, 1, 55);
-        auto copy = [&](auto &dst, auto &src, size_t row) {
-            CU(cudaMemcpy(dst.p + 3 * row, src.p + (t0 + at) * row, len * row * sizeof(*dst.p),
-                          cudaMemcpyDeviceToDevice));
-        };
-        copy(one.q, all.q, rq), copy(one.k, all.k, rq), copy(one.v, all.v, rv);
-        copy(one.g, all.g, HV), copy(one.beta, all.beta, HV);
+        copy_sequence(one, 3, all, t0 + at, len);
         CU(cudaMemcpy(one.S0.p + (size_t)one.slot[1] * HV * 16384, state.data(),
                       state.size() * 4, cudaMemcpyHostToDevice));
         one.run(&dev, body);
@@ -106,6 +115,29 @@ static void check_isolation(int body)
     bool ok = memcmp(got.data(), want.data(), 70 * 512 * 2) == 0 &&
               memcmp(got.data() + 135 * 512, want.data() + 135 * 512, 100 * 512 * 2) == 0;
     result(ok, "isolation %s: NaN in one request stays there", body_name(body));
+}
+
+/* More than 2^31 elements of v and o: the last sequence must equal itself alone. */
+static void check_large(int body)
+{
+    const int H = 16, HV = 32, n = 1000;
+    const size_t t0 = 599000;
+    gdn_case big, one;
+    big.make(H, HV, {(int)t0, n}, 0, 61);
+    one.make(H, HV, {3, n}, 0, 62);
+    copy_sequence(one, 3, big, t0, n);
+    size_t slot_n = (size_t)HV * 16384;
+    CU(cudaMemcpy(one.S0.p + one.slot[1] * slot_n, big.S0.p + big.slot[1] * slot_n, slot_n * 4,
+                  cudaMemcpyDeviceToDevice));
+    big.run(&dev, body);
+    one.run(&dev, body);
+    auto a = big.o.get(t0 * HV * 128, (size_t)n * HV * 128);
+    auto b = one.o.get((size_t)3 * HV * 128, (size_t)n * HV * 128);
+    auto sa = big.state(1), sb = one.state(1);
+    result(memcmp(a.data(), b.data(), a.size() * 2) == 0 &&
+               memcmp(sa.data(), sb.data(), sa.size() * 4) == 0,
+           "600000 tokens x 32 heads (2.5e9 elements) %s: last sequence = alone",
+           body_name(body));
 }
 
 /* The f64 kernel against a host loop, so that the reference is not its own witness. */
@@ -149,7 +181,7 @@ int main(int argc, char **argv)
         return 0;
     bodies = {K_GDN_PORTABLE};
     if (dev.cc == 90)
-        bodies = {K_GDN_PORTABLE, K_GDN_SPLIT, K_GDN_FUSED};
+        bodies = {K_GDN_PORTABLE, K_GDN_SPLIT, K_GDN_PAIR};
     check_reference();
     check_case("T=1", 1, 1, {1}, 0, 1);
     check_case("T=65", 1, 1, {65}, 0, 4);
@@ -170,6 +202,10 @@ int main(int argc, char **argv)
         check_case("4096 sequences", 1, 1, many, 0, 14);
         check_case("1x8192 fast", 16, 32, {8192}, 0, 15);
         check_case("1x8192 slow", 16, 32, {8192}, 1, 16);
+        check_case("1x131072 slow", 1, 2, {131072}, 1, 17);
+        for (int body : bodies)
+            if (body != K_GDN_PORTABLE)
+                check_large(body);
     }
     for (int body : bodies) {
         check_isolation(body);
