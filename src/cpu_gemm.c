@@ -35,9 +35,11 @@ struct pass {
     int32_t range_panels; /* a multiple of tile_panels */
 };
 
-extern const struct cpu_gemm_isa cpu_gemm_isa_amx, cpu_gemm_isa_plain;
-
-const struct cpu_gemm_isa *const cpu_gemm_isas[] = {&cpu_gemm_isa_amx, &cpu_gemm_isa_plain};
+const struct cpu_gemm_isa *const cpu_gemm_isas[] = {
+#if defined(__x86_64__)
+    &cpu_gemm_isa_amx, &cpu_gemm_isa_avx512, &cpu_gemm_isa_avx2,
+#endif
+    &cpu_gemm_isa_plain};
 const int cpu_gemm_n_isas = sizeof(cpu_gemm_isas) / sizeof(cpu_gemm_isas[0]);
 
 static size_t round_up(size_t n, size_t unit)

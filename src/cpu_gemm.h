@@ -55,6 +55,9 @@ struct cpu_gemm_isa {
     void (*leave)(void);
 };
 
+extern const struct cpu_gemm_isa cpu_gemm_isa_amx, cpu_gemm_isa_avx512, cpu_gemm_isa_avx2,
+    cpu_gemm_isa_plain;
+
 /* All in this build, best first; the last, always available, is plain C. */
 extern const struct cpu_gemm_isa *const cpu_gemm_isas[];
 extern const int cpu_gemm_n_isas;

@@ -254,6 +254,7 @@ AMX_TARGET static void amx_kernel(enum dtype dtype, const struct cpu_gemm_tile *
     _Alignas(64) float whole[ROWS][PANELS * PANEL];
     float *c = t->is_whole ? t->c : whole[0];
     int64_t ldc = t->is_whole ? t->ldc : PANELS * PANEL;
+    __asm__ volatile("" ::: "memory"); /* the compiler does not see what tile loads read */
     if (dtype == DTYPE_BF16)
         run_parts(t, c, ldc, 1);
     else if (dtype == DTYPE_F16)
