@@ -219,10 +219,11 @@ static void run_folder(const char *name)
         n_cases++;
     }
     cr_assert_gt(n_cases, 0);
-    cr_log_warn("%s: %d cases, %d logprobs: worst logprob %.2g top %.2g lse %.2g; relative: "
-                "state %.2g conv %.2g kv %.2g hidden %.2g",
-                name, n_cases, g.w.n_logprobs, g.w.logprob, g.w.top, g.w.lse, g.w.state,
-                g.w.conv, g.w.kv, g.w.hidden);
+    fprintf(stderr,
+            "# %s: %d cases, %d logprobs: worst logprob %.2g top %.2g lse %.2g; relative: "
+            "state %.2g conv %.2g kv %.2g hidden %.2g",
+            name, n_cases, g.w.n_logprobs, g.w.logprob, g.w.top, g.w.lse, g.w.state, g.w.conv,
+            g.w.kv, g.w.hidden);
     st_close(g.answers);
     fixture_close(&g.f);
 }
