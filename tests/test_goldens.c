@@ -221,7 +221,7 @@ static void run_folder(const char *name)
     cr_assert_gt(n_cases, 0);
     fprintf(stderr,
             "# %s: %d cases, %d logprobs: worst logprob %.2g top %.2g lse %.2g; relative: "
-            "state %.2g conv %.2g kv %.2g hidden %.2g",
+            "state %.2g conv %.2g kv %.2g hidden %.2g\n",
             name, n_cases, g.w.n_logprobs, g.w.logprob, g.w.top, g.w.lse, g.w.state, g.w.conv,
             g.w.kv, g.w.hidden);
     st_close(g.answers);
