@@ -9,8 +9,9 @@
 
 #include "cpu_gdn.h"
 
-/* Most (chunk, head) parts prepared at a time, and fewest columns of the state in an item. */
-enum { MAX_PREPS = 512, MIN_COLUMNS = 32 };
+/* Most (chunk, head) parts prepared at a time, fewest columns of the state and most key heads in
+ * an item. */
+enum { MAX_PREPS = 512, MIN_COLUMNS = 32, MAX_GROUP = 8 };
 
 struct delta_run {
     const struct op_gdn_delta *a;
@@ -18,6 +19,7 @@ struct delta_run {
     struct gdn_prep *preps;      /* [window chunks, HV] */
     int32_t flat0, flat_end;     /* the window, in flat chunks */
     int32_t n_splits;            /* of the state's columns */
+    int32_t n_group;             /* key heads of an item */
 };
 
 static size_t scratch_bytes(int32_t n_threads)
@@ -58,25 +60,29 @@ static float *entry_state(const struct op_gdn_delta *a, int32_t flat, int32_t i_
     return S;
 }
 
-/* A sequence and a key head, all chunks. */
+/* A sequence and some key heads, all chunks. Heads take turns chunk by chunk, so that a row's
+ * heads, which lie side by side, are fetched together. */
 static void whole_item(void *arg, int64_t item, int32_t thread)
 {
     const struct delta_run *r = arg;
     const struct op_gdn_delta *a = r->a;
     struct gdn_scratch *s = &r->scratch[thread];
-    int32_t n = (int32_t)(item / a->d.H), i_key_head = (int32_t)(item % a->d.H);
-    int32_t ratio = a->d.HV / a->d.H;
+    int32_t n_groups = (a->d.H + r->n_group - 1) / r->n_group, ratio = a->d.HV / a->d.H;
+    int32_t n = (int32_t)(item / n_groups), first = (int32_t)(item % n_groups) * r->n_group;
+    int32_t end = first + r->n_group < a->d.H ? first + r->n_group : a->d.H;
     const int32_t *seq_first = a->b->map.seq_first;
     for (int32_t flat = seq_first[n]; flat < seq_first[n + 1]; flat++) {
         struct gdn_chunk c = chunk_at(a->b, flat);
-        gdn_keys_copy(a, c, i_key_head, &s->keys);
-        gdn_keys_multiply(c.n, a->d.K, &s->keys, s->mm);
-        for (int32_t h = i_key_head * ratio; h < (i_key_head + 1) * ratio; h++) {
-            float *S = entry_state(a, flat, h, 0, a->d.V);
-            gdn_prep_make(a, c, h, &s->keys, &s->prep);
-            gdn_chunk_apply(a, c, h, 0, a->d.V, &s->prep, S, s);
-            if (a->z)
-                gdn_gate_rows(a, h, c.tok, c.n);
+        for (int32_t i_key_head = first; i_key_head < end; i_key_head++) {
+            gdn_keys_copy(a, c, i_key_head, &s->keys);
+            gdn_keys_multiply(c.n, a->d.K, &s->keys, s->mm);
+            for (int32_t h = i_key_head * ratio; h < (i_key_head + 1) * ratio; h++) {
+                float *S = entry_state(a, flat, h, 0, a->d.V);
+                gdn_prep_make(a, c, h, &s->keys, &s->prep);
+                gdn_chunk_apply(a, c, h, 0, a->d.V, &s->prep, S, s);
+                if (a->z)
+                    gdn_gate_rows(a, h, c.tok, c.n);
+            }
         }
     }
 }
@@ -145,6 +151,17 @@ static void run_windows(struct cpu_pool *pool, struct delta_run *r)
     }
 }
 
+static void run_whole(struct cpu_pool *pool, struct delta_run *r)
+{
+    const struct op_gdn_delta *a = r->a;
+    int64_t n_items = (int64_t)a->b->n_seqs * a->d.H;
+    r->n_group = 1;
+    while (r->n_group < MAX_GROUP && n_items / (2 * r->n_group) >= 2 * cpu_pool_threads(pool))
+        r->n_group *= 2;
+    int32_t n_groups = (a->d.H + r->n_group - 1) / r->n_group;
+    cpu_pool_run(pool, (int64_t)a->b->n_seqs * n_groups, whole_item, r);
+}
+
 void cpu_gdn_delta(struct backend *b, const struct op_gdn_delta *a)
 {
     struct cpu_pool *pool = cpu_impl_pool(b);
@@ -159,7 +176,7 @@ void cpu_gdn_delta(struct backend *b, const struct op_gdn_delta *a)
     int64_t n_items = (int64_t)a->b->n_seqs * a->d.H;
     /* With one thread there is nothing to share out. */
     if (n_threads == 1 || n_items >= 2 * n_threads || a->d.HV > MAX_PREPS)
-        cpu_pool_run(pool, n_items, whole_item, &r);
+        run_whole(pool, &r);
     else
         run_windows(pool, &r);
 }
