@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Races the CPU backend against transformers on the same checkpoint, threads and tokens.
 
-    cpu_prefill.py BENCH_BINARY [--threads 2] [--repeats 3] [--work DIR] [demo] [0.8b]
+    cpu_prefill.py BENCH_BINARY [--threads 2] [--repeats 3] [--work DIR] [--models demo 0.8b]
 
 Needs torch, numpy, safetensors and transformers 5.24 (PyPI). The 0.8B-shaped checkpoint is made
 here with random weights and read by both sides, so the next token of each shape is compared: a row
@@ -64,7 +64,7 @@ def run_ours(binary, path, args, shape):
 def main():
     p = argparse.ArgumentParser()
     p.add_argument("binary")
-    p.add_argument("models", nargs="*", default=["demo", "0.8b"])
+    p.add_argument("--models", nargs="+", default=["demo", "0.8b"])
     p.add_argument("--threads", type=int, default=os.cpu_count())
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--work", default="/tmp/prefilld-bench")
@@ -74,7 +74,7 @@ def main():
     bad = 0
     print("| model | shape | prefilld tok/s | transformers f32 | transformers bf16 | ratio |")
     print("|---|---|---|---|---|---|")
-    for name in args.models or ["demo", "0.8b"]:
+    for name in args.models:
         path = os.path.join(HERE, "../models/demo") if name == "demo" else make_checkpoint(args.work)
         models = {d: AutoModelForCausalLM.from_pretrained(path, dtype=d).eval()
                   for d in (torch.float32, torch.bfloat16)}
