@@ -12,11 +12,17 @@
  * the one that holds the last. */
 static void fill_block(uint32_t block, size_t *run, uint8_t flags[CHAR_BLOCK])
 {
-    for (uint32_t i = 0; i < CHAR_BLOCK; i++) {
-        while (*run + 1 < tokenizer_unicode_n_runs &&
-               tokenizer_unicode_runs[*run + 1] >> 8 <= block * CHAR_BLOCK + i)
-            ++*run;
-        flags[i] = (uint8_t)tokenizer_unicode_runs[*run];
+    const uint32_t first = block * CHAR_BLOCK;
+    for (uint32_t i = 0; i < CHAR_BLOCK;) {
+        size_t next = *run + 1;
+        uint32_t end = CHAR_BLOCK; /* of this run, in this block */
+        if (next < tokenizer_unicode_n_runs &&
+            tokenizer_unicode_runs[next] >> 8 < first + CHAR_BLOCK)
+            end = (tokenizer_unicode_runs[next] >> 8) - first;
+        memset(flags + i, (uint8_t)tokenizer_unicode_runs[*run], end - i);
+        i = end;
+        if (i < CHAR_BLOCK)
+            *run = next;
     }
 }
 

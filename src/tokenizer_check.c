@@ -103,9 +103,9 @@ static int refuse(struct errmsg *e, const char *path, const struct row *row,
         unsigned bit;
         const char *name;
     } names[] = {
-        {IS_ABSENT, "nothing"}, {IS_NULL, "null"},          {IS_FALSE, "false"},
-        {IS_TRUE, "true"},      {IS_EMPTY, "\"\""},         {IS_STRING, "a string"},
-        {IS_LIST, "a list"},    {IS_INTEGER, "an integer"}, {IS_OBJECT, "an object"},
+        {IS_NULL, "null"},          {IS_FALSE, "false"},      {IS_TRUE, "true"},
+        {IS_EMPTY, "\"\""},         {IS_STRING, "a string"},  {IS_LIST, "a list"},
+        {IS_INTEGER, "an integer"}, {IS_OBJECT, "an object"},
     };
     const char *separator = "";
 

@@ -18,7 +18,7 @@ static int read_beside(const char *dir, const char *name, struct buf *out, struc
     if (buf_cstr(&path))
         code = tokenizer_read_file(path.data, MAX_FILE_BYTES, out, e);
     buf_fini(&path);
-    return code == ERR_NOT_FOUND ? 0 : code;
+    return code == ERR_NOT_FOUND ? errmsg_set(e, 0, "%s", "") : code;
 }
 
 /* Reads the object in dir/name. Not there: 0, and *object is NULL. */

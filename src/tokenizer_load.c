@@ -434,9 +434,8 @@ int tokenizer_load(const char *path, struct tokenizer **out, struct errmsg *e)
     buf_init(&file);
     *out = NULL;
     l.t = calloc(1, sizeof(*l.t));
-    errmsg_set(e, 0, "%s: no memory to load it", path);
     if (!l.t)
-        return ERR_NOMEM;
+        return errmsg_set(e, ERR_NOMEM, "%s: no memory to load it", path);
     code = tokenizer_read_file(path, MAX_FILE_BYTES, &file, e);
     if (code == 0)
         code = build(&l, file.data, file.len);
@@ -450,6 +449,8 @@ int tokenizer_load(const char *path, struct tokenizer **out, struct errmsg *e)
     free(l.merges);
     if (code != 0) {
         tokenizer_free(l.t);
+        if (code == ERR_NOMEM)
+            errmsg_set(e, code, "%s: no memory to load it", path);
         return code;
     }
     *out = l.t;

@@ -69,6 +69,23 @@ bool utf8_is_valid(const char *s, size_t len, size_t *bad_at)
     return n == len;
 }
 
+/* The two first bytes of what would be a surrogate. They can start no character, yet they are held
+ * until the next byte: Python's incremental decoder does so, and streams are compared with it. */
+static bool is_half_surrogate(const char *s, size_t len)
+{
+    return len == 2 && (unsigned char)s[0] == 0xed && (unsigned char)s[1] >= 0xa0 &&
+           (unsigned char)s[1] <= 0xbf;
+}
+
+void utf8_lossy_end(struct utf8_lossy *l, struct buf *out)
+{
+    if (l->n_held > 0)
+        buf_add(out, replacement, 3);
+    if (is_half_surrogate(l->held, l->n_held))
+        buf_add(out, replacement, 3);
+    l->n_held = 0;
+}
+
 void utf8_lossy_add(struct utf8_lossy *l, const char *bytes, size_t len, struct buf *out)
 {
     /* Finish the held character one byte at a time. A byte that does not fit it leaves the
@@ -79,9 +96,8 @@ void utf8_lossy_add(struct utf8_lossy *l, const char *bytes, size_t len, struct 
         memcpy(joined, l->held, l->n_held);
         joined[l->n_held] = bytes[0];
         enum utf8_kind kind = utf8_scan(joined, l->n_held + 1u, &used);
-        if (kind == UTF8_BAD) {
-            buf_add(out, replacement, 3);
-            l->n_held = 0;
+        if (kind == UTF8_BAD && !is_half_surrogate(joined, l->n_held + 1u)) {
+            utf8_lossy_end(l, out);
             break;
         }
         bytes++;
@@ -90,7 +106,8 @@ void utf8_lossy_add(struct utf8_lossy *l, const char *bytes, size_t len, struct 
             buf_add(out, joined, used);
             l->n_held = 0;
         } else {
-            l->held[l->n_held++] = joined[used - 1];
+            l->held[l->n_held] = joined[l->n_held];
+            l->n_held++;
         }
     }
     while (len > 0) {
@@ -101,22 +118,15 @@ void utf8_lossy_add(struct utf8_lossy *l, const char *bytes, size_t len, struct 
         if (len == 0)
             break;
         size_t used;
-        if (utf8_scan(bytes, len, &used) == UTF8_CUT) {
-            memcpy(l->held, bytes, used);
-            l->n_held = (uint8_t)used;
+        if (utf8_scan(bytes, len, &used) == UTF8_CUT || is_half_surrogate(bytes, len)) {
+            memcpy(l->held, bytes, len);
+            l->n_held = (uint8_t)len;
             break;
         }
         buf_add(out, replacement, 3);
         bytes += used;
         len -= used;
     }
-}
-
-void utf8_lossy_end(struct utf8_lossy *l, struct buf *out)
-{
-    if (l->n_held > 0)
-        buf_add(out, replacement, 3);
-    l->n_held = 0;
 }
 
 size_t utf8_encode(uint32_t code, char *out)

@@ -34,7 +34,8 @@ struct utf8_lossy {
 };
 
 /* Appends to out what the bytes so far say for sure: characters as they are, each maximal
- * subpart of an ill-formed one as U+FFFD. Only a cut character is held back. */
+ * subpart of an ill-formed one as U+FFFD. Only a cut character is held back, and the first two
+ * bytes of a surrogate, as long as they are the last two. */
 void utf8_lossy_add(struct utf8_lossy *l, const char *bytes, size_t len, struct buf *out);
 
 /* Nothing follows: appends U+FFFD for what is held. l is empty again. */
