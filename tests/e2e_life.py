@@ -123,7 +123,7 @@ def test_overload():
 
 
 def test_drain():
-    with Daemon(*SLOW) as d:
+    with Daemon(*SLOW, "--drain-s", 300) as d:
         slow = [send_prefill(d, [7] * 2000) for _ in range(3)]
         idle = d.conn()
         idle.ask("GET", "/health")
