@@ -47,17 +47,18 @@ static struct gdn_chunk chunk_at(const struct batch *b, int32_t flat)
     return (struct gdn_chunk){tok, end - tok < CHUNK_TOKENS ? end - tok : CHUNK_TOKENS};
 }
 
-/* The head's state at the start of a chunk; a fresh request's is stored, not read. */
-static float *entry_state(const struct op_gdn_delta *a, int32_t flat, int32_t i_head,
-                          int32_t v0, int32_t n_v)
+/* Columns v0 .. v0 + n_v of a head in a chunk, from the state that the slot holds. A fresh
+ * request's state is stored, not read. */
+static void apply(const struct op_gdn_delta *a, int32_t flat, int32_t i_head, int32_t v0,
+                  int32_t n_v, const struct gdn_prep *prep, struct gdn_scratch *s)
 {
     const struct batch *b = a->b;
     int32_t n = b->map.seq[flat];
+    bool is_fresh = b->map.index[flat] == 0 && b->start[n] == 0;
     float *S = cpu_state_at(&a->d, a->pool, b->slots[n], i_head);
-    if (b->map.index[flat] == 0 && b->start[n] == 0)
-        for (int32_t i = 0; i < a->d.K; i++)
-            memset(S + (size_t)i * a->d.V + v0, 0, (size_t)n_v * sizeof(float));
-    return S;
+    for (int32_t i = 0; i < a->d.K && is_fresh; i++)
+        memset(S + (size_t)i * a->d.V + v0, 0, (size_t)n_v * sizeof(float));
+    gdn_chunk_apply(a, chunk_at(b, flat), i_head, v0, n_v, prep, is_fresh, S, s);
 }
 
 /* A sequence and some key heads, all chunks. Heads take turns chunk by chunk, so that a row's
@@ -77,9 +78,8 @@ static void whole_item(void *arg, int64_t item, int32_t thread)
             gdn_keys_copy(a, c, i_key_head, &s->keys);
             gdn_keys_multiply(c.n, a->d.K, &s->keys, s->mm);
             for (int32_t h = i_key_head * ratio; h < (i_key_head + 1) * ratio; h++) {
-                float *S = entry_state(a, flat, h, 0, a->d.V);
                 gdn_prep_make(a, c, h, &s->keys, &s->prep);
-                gdn_chunk_apply(a, c, h, 0, a->d.V, &s->prep, S, s);
+                apply(a, flat, h, 0, a->d.V, &s->prep, s);
                 if (a->z)
                     gdn_gate_rows(a, h, c.tok, c.n);
             }
@@ -116,10 +116,8 @@ static void serial_item(void *arg, int64_t item, int32_t thread)
     end = end < r->flat_end ? end : r->flat_end;
     struct gdn_scratch *s = &r->scratch[thread];
     for (; flat < end; flat++) {
-        struct gdn_chunk c = chunk_at(a->b, flat);
-        gdn_keys_copy(a, c, h / (a->d.HV / a->d.H), &s->keys);
-        gdn_chunk_apply(a, c, h, v0, n_v, &r->preps[(size_t)(flat - r->flat0) * a->d.HV + h],
-                        entry_state(a, flat, h, v0, n_v), s);
+        gdn_keys_copy(a, chunk_at(a->b, flat), h / (a->d.HV / a->d.H), &s->keys);
+        apply(a, flat, h, v0, n_v, &r->preps[(size_t)(flat - r->flat0) * a->d.HV + h], s);
     }
 }
 

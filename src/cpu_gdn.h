@@ -44,10 +44,10 @@ void gdn_prep_make(const struct op_gdn_delta *a, struct gdn_chunk c, int32_t i_h
                    const struct gdn_keys *keys, struct gdn_prep *out);
 
 /* Columns v0 .. v0 + n_v of the state S [K, V] and of the outputs; s->keys has the chunk's
- * rows. */
+ * rows. is_fresh: S is all zeros. */
 void gdn_chunk_apply(const struct op_gdn_delta *a, struct gdn_chunk c, int32_t i_head,
-                     int32_t v0, int32_t n_v, const struct gdn_prep *prep, float *S,
-                     struct gdn_scratch *s);
+                     int32_t v0, int32_t n_v, const struct gdn_prep *prep, bool is_fresh,
+                     float *S, struct gdn_scratch *s);
 
 /* o = rmsnorm(o) * w * silu(z) for one head of rows tok .. tok + n - 1. */
 void gdn_gate_rows(const struct op_gdn_delta *a, int32_t i_head, int32_t tok, int32_t n);

@@ -169,8 +169,8 @@ static void solve_chunk(const float *L, int32_t n, int32_t n_v, float *X, void *
 }
 
 void gdn_chunk_apply(const struct op_gdn_delta *a, struct gdn_chunk c, int32_t i_head,
-                     int32_t v0, int32_t n_v, const struct gdn_prep *prep, float *S,
-                     struct gdn_scratch *s)
+                     int32_t v0, int32_t n_v, const struct gdn_prep *prep, bool is_fresh,
+                     float *S, struct gdn_scratch *s)
 {
     int32_t HV = a->d.HV, K = a->d.K, V = a->d.V;
     size_t ldv = (size_t)HV * V, at_v = (size_t)c.tok * ldv + (size_t)i_head * V + v0;
@@ -178,7 +178,12 @@ void gdn_chunk_apply(const struct op_gdn_delta *a, struct gdn_chunk c, int32_t i
     float *o = (float *)a->o + at_v, *X = s->R, *QS = s->R + (size_t)c.n * n_v;
     S += v0;
 
-    cpu_mm(CPU_MM_SET, false, false, 2 * c.n, n_v, K, s->keys.rows, K, S, V, s->R, n_v, s->mm);
+    /* The product with zeros is zeros: same bits. */
+    if (is_fresh)
+        memset(s->R, 0, (size_t)2 * c.n * n_v * sizeof(float));
+    else
+        cpu_mm(CPU_MM_SET, false, false, 2 * c.n, n_v, K, s->keys.rows, K, S, V, s->R, n_v,
+               s->mm);
     for (int32_t i = 0; i < c.n; i++)
         delta_row(n_v, a->beta[(size_t)(c.tok + i) * HV + i_head], prep->decay[i], v + i * ldv,
                   X + (size_t)i * n_v);
