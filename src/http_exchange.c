@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/random.h>
 
 #include "api_error.h"
@@ -20,11 +21,20 @@ static void make_id(char *id)
         p += sprintf(p, "%02x", bytes[i]);
 }
 
+/* RFC 9112, 3.2.2: http://HOST/PATH is to be taken for /PATH. */
+static const char *skip_authority(const char *target)
+{
+    if (strncasecmp(target, "http://", 7) != 0)
+        return target;
+    const char *path = target + 7 + strcspn(target + 7, "/?");
+    return *path == '/' ? path : "/";
+}
+
 struct exchange *exchange_new(struct http *h, struct conn *c, struct MHD_Connection *mhd,
                               const char *target)
 {
     struct exchange *x = calloc(1, sizeof(*x));
-    char *copy = strdup(target);
+    char *copy = strdup(skip_authority(target));
     if (!x || !copy) {
         free(x);
         free(copy);

@@ -21,10 +21,10 @@ struct work {
     pthread_t threads[];
 };
 
-/* With the lock held; NULL when nothing waits. */
-static struct work_job *take_job(struct work *w)
+/* With the lock held; NULL when nothing waits in the first n_lanes. */
+static struct work_job *take_job(struct work *w, int n_lanes)
 {
-    for (int i = 0; i < WORK_N_LANES; i++) {
+    for (int i = 0; i < n_lanes; i++) {
         struct lane *l = &w->lanes[i];
         struct work_job *job = l->head;
         if (!job)
@@ -39,12 +39,11 @@ static struct work_job *take_job(struct work *w)
     return NULL;
 }
 
-static void *worker_main(void *arg)
+static void work(struct work *w, int n_lanes)
 {
-    struct work *w = arg;
     pthread_mutex_lock(&w->lock);
     for (;;) {
-        struct work_job *job = take_job(w);
+        struct work_job *job = take_job(w, n_lanes);
         if (job) {
             w->n_running++;
             pthread_mutex_unlock(&w->lock);
@@ -60,12 +59,24 @@ static void *worker_main(void *arg)
     /* Others may sleep until the last job has ended. */
     pthread_cond_broadcast(&w->wake);
     pthread_mutex_unlock(&w->lock);
+}
+
+static void *worker_main(void *arg)
+{
+    work(arg, WORK_N_LANES);
+    return NULL;
+}
+
+static void *spare_main(void *arg)
+{
+    work(arg, WORK_REQUEST);
     return NULL;
 }
 
 int work_open(int32_t n_threads, int32_t max_requests, struct work **out)
 {
-    struct work *w = calloc(1, sizeof(*w) + (size_t)n_threads * sizeof(w->threads[0]));
+    size_t n_all = (size_t)n_threads + 1;
+    struct work *w = calloc(1, sizeof(*w) + n_all * sizeof(w->threads[0]));
     if (!w)
         return ERR_NOMEM;
     pthread_mutex_init(&w->lock, NULL);
@@ -73,8 +84,9 @@ int work_open(int32_t n_threads, int32_t max_requests, struct work **out)
     for (int i = 0; i < WORK_N_LANES; i++)
         w->lanes[i].tail = &w->lanes[i].head;
     w->max_requests = max_requests;
-    while (w->n_threads < n_threads) {
-        if (pthread_create(&w->threads[w->n_threads], NULL, worker_main, w) != 0) {
+    while (w->n_threads < n_threads + 1) {
+        if (pthread_create(&w->threads[w->n_threads], NULL,
+                           w->n_threads < n_threads ? worker_main : spare_main, w) != 0) {
             work_close(w);
             return ERR_IO;
         }
@@ -96,7 +108,7 @@ int work_post(struct work *w, enum work_lane lane, struct work_job *job)
         w->n_requests++;
     *w->lanes[lane].tail = job;
     w->lanes[lane].tail = &job->next;
-    pthread_cond_signal(&w->wake);
+    pthread_cond_broadcast(&w->wake); /* one alone may be the one that takes no requests */
     pthread_mutex_unlock(&w->lock);
     return 0;
 }

@@ -3,7 +3,8 @@
  * Owns the threads and the list of jobs that wait. Jobs are embedded in their owners, so posting
  * allocates nothing. Three lanes, served in order: quick answers (health, metrics), results
  * that wait to be formatted, new requests. Only new requests are bounded: a result belongs to a
- * request that was accepted before. Never touches a socket or the device. */
+ * request that was accepted before. One thread more than asked for never takes a request, so that
+ * long prompts in all the others do not hold up /health. Never touches a socket or the device. */
 #ifndef PREFILLD_WORK_H
 #define PREFILLD_WORK_H
 
@@ -21,7 +22,7 @@ struct work_job {
 
 struct work;
 
-/* max_requests: jobs that may wait in WORK_REQUEST. Returns 0, ERR_NOMEM or ERR_IO. */
+/* n_threads: that take requests. max_requests: jobs that may wait in WORK_REQUEST. Returns 0, ERR_NOMEM or ERR_IO. */
 int work_open(int32_t n_threads, int32_t max_requests, struct work **out);
 
 /* Any thread, never waits for a job. Returns 0 or ERR_FULL (WORK_REQUEST only). */
