@@ -332,6 +332,7 @@ static void expect_split(enum split_family family, const char *pieces)
         if (*p == '\0')
             break;
     }
+    text[len] = '\0';
     cr_assert_eq(char_table_init(&c), 0);
     size_t at = 0;
     for (size_t i = 0; i < n && at < len; i++) {
