@@ -33,12 +33,6 @@ enum {
     K_BLOCK = 1024
 };
 
-/* Parts of a weight. */
-static int n_parts(enum dtype dtype)
-{
-    return dtype == DTYPE_BF16 ? 1 : dtype == DTYPE_F16 ? 2 : 3;
-}
-
 /* Asks Linux for the right to use tile data (since 5.16), once for the whole process. */
 static bool amx_is_available(void)
 {
@@ -127,8 +121,9 @@ static size_t amx_unpacked_bytes(int32_t n_k)
     return (size_t)ceil_div(n_k, STEP) * 3 * TILE_BYTES;
 }
 
-AMX_TARGET static inline __m512 load_w(enum dtype dtype, int32_t k, int32_t n_k,
-                                       const void *panel)
+/* Columns k.. of a panel; zeros past n_k. */
+AMX_TARGET static inline __attribute__((always_inline)) __m512
+load_w(enum dtype dtype, const void *panel, int32_t k, int32_t n_k)
 {
     if (k >= n_k)
         return _mm512_setzero_ps();
@@ -138,15 +133,29 @@ AMX_TARGET static inline __m512 load_w(enum dtype dtype, int32_t k, int32_t n_k,
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)h));
 }
 
-/* [steps][parts][16 pairs][16][2] bf16. */
+/* dtype is a constant of the caller's; [steps][parts][16 pairs][16][2] bf16. */
+AMX_TARGET static inline __attribute__((always_inline)) void
+unpack_steps(enum dtype dtype, int32_t n_k, const void *panel, uint8_t *d)
+{
+    enum { AHEAD = 4 * STEP }; /* the splitting leaves the processor no room to look ahead */
+    const int parts = dtype == DTYPE_F16 ? 2 : 3;
+    const int32_t row_bytes = PANEL * (int32_t)dtype_bytes(dtype);
+    for (int32_t k = 0; k < n_k; k += STEP, d += parts * TILE_BYTES) {
+        const char *ahead = (const char *)panel + (size_t)(k + AHEAD) * row_bytes;
+        for (int32_t j = 0; j < STEP * row_bytes; j += 64)
+            _mm_prefetch(ahead + j, _MM_HINT_T0);
+        for (int32_t j = 0; j < 16; j++)
+            split_pairs(load_w(dtype, panel, k + j, n_k), load_w(dtype, panel, k + j + 16, n_k),
+                        parts, true, d + j * 64);
+    }
+}
+
 AMX_TARGET static void amx_unpack_w(enum dtype dtype, int32_t n_k, const void *panel, void *dst)
 {
-    int parts = n_parts(dtype);
-    uint8_t *d = dst;
-    for (int32_t k = 0; k < n_k; k += STEP, d += parts * TILE_BYTES)
-        for (int32_t j = 0; j < 16; j++)
-            split_pairs(load_w(dtype, k + j, n_k, panel), load_w(dtype, k + j + 16, n_k, panel),
-                        parts, true, d + j * 64);
+    if (dtype == DTYPE_F16)
+        unpack_steps(DTYPE_F16, n_k, panel, dst);
+    else
+        unpack_steps(DTYPE_F32, n_k, panel, dst);
 }
 
 /* Tiles 0-3 sums, 4-6 parts of a, 7 a part of w. Tiles that hold rows of a are as high as the
