@@ -12,6 +12,11 @@ import time
 from e2e import Conn, Daemon, check, done, is_sanitized, request, skip, until
 
 N_CONNECTIONS = 64
+# Between the first fifth and the end: 8,000 requests, of which 2,400 hang up. Seen are 0.2 to 2.7
+# MiB (a slot or page that the first fifth did not touch). A leak of each hang-up's struct request
+# (4.5 KiB) would be 11 MiB, one of each exchange with its body (0.8 KiB) 6 MiB.
+MAX_GROWTH_KIB = 4 * 1024
+
 BODIES = [
     lambda r: {"prompt": [r.randrange(2048) for _ in range(r.randrange(1, 20))]},
     lambda r: {"prompt": "In the beginning God created", "logprobs": "all"},
@@ -109,7 +114,8 @@ def main():
     # Sanitizers make it ten times as slow, and find in fewer requests what they find.
     n = int(sys.argv[1]) if len(sys.argv) > 1 else 2000 if is_sanitized() else 10000
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 1
-    with Daemon("--state-slots", 16, "--kv-tokens", 16384, "--max-step-tokens", 512,
+    # So few slots and pages that the first storm has touched them all.
+    with Daemon("--state-slots", 4, "--kv-tokens", 8192, "--max-step-tokens", 512,
                 "--log-level", "warn") as d:
         sums = d.pool_sums()
         start = time.monotonic()
@@ -132,9 +138,10 @@ def main():
         check(counts['prefilld_requests_total{outcome="cancelled"}'] > 0, "hang-ups cancelled")
         check(counts['prefilld_requests_total{outcome="error"}'] == 0, "nothing failed")
         growth = d.rss_kib() - rss
-        # Slots, pages and buffers touched for the first time are not told from a leak yet.
-        print(f"# {rss} KiB and {growth} more")
-        skip("memory stays flat", "first touches of the pools count as growth")
+        if is_sanitized():
+            skip("memory stays flat", "the sanitizer keeps freed memory")
+        else:
+            check(growth < MAX_GROWTH_KIB, f"memory stays flat: {rss} KiB and {growth} more")
         check(d.prefill(prompt=[1, 2, 3]).status == 200, "and it still serves")
         check(d.stop() == 0, "exit 0", d.log_text())
         check(not any("event=leak" in s for s in d.log), "the engine saw no leak")
