@@ -191,15 +191,9 @@ fail:
 
 /* ---- workspace and steps ---- */
 
-/* Chunks of a step: sum of ceil(len / 64) <= T / 64 + N. */
-static size_t max_chunks(const struct backend_limits *l)
-{
-    return (size_t)l->max_tokens / CHUNK_TOKENS + l->max_seqs;
-}
-
 static size_t map_bytes(const struct backend_limits *l)
 {
-    return (3 * max_chunks(l) + l->max_seqs + 1) * sizeof(int32_t);
+    return (3 * cpu_max_chunks(l) + l->max_seqs + 1) * sizeof(int32_t);
 }
 
 static size_t ops_workspace_bytes(struct backend *b, const struct backend_limits *l)
@@ -251,7 +245,7 @@ static int cpu_step_begin(struct backend *b, const struct batch_host *h, struct 
     if (impl->n_flights == STEPS_IN_FLIGHT)
         return ERR_FULL;
     if (h->n_tokens > l->max_tokens || h->n_seqs > l->max_seqs || h->n_rows > l->max_rows ||
-        (size_t)h->n_chunks > max_chunks(l))
+        (size_t)h->n_chunks > cpu_max_chunks(l))
         return ERR_TOO_LARGE;
     struct cpu_step *s = &impl->ring[(impl->i_oldest + impl->n_flights++) % STEPS_IN_FLIGHT];
     s->is_ended = false;

@@ -35,8 +35,10 @@ static size_t mm_bytes(void)
 
 size_t cpu_gdn_workspace_bytes(const struct backend_limits *l, int32_t n_threads)
 {
+    size_t n_preps = cpu_max_chunks(l) * l->HV;
+    n_preps = n_preps < MAX_PREPS ? n_preps : MAX_PREPS;
     size_t delta = scratch_bytes(n_threads) + (size_t)n_threads * mm_bytes() +
-                   (size_t)MAX_PREPS * sizeof(struct gdn_prep);
+                   n_preps * sizeof(struct gdn_prep);
     size_t conv = cpu_gdn_conv_workspace_bytes(l);
     return l->HV == 0 ? 0 : delta > conv ? delta : conv;
 }

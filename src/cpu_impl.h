@@ -32,6 +32,12 @@ static inline size_t cpu_round_up(size_t n, size_t unit)
     return (n + unit - 1) / unit * unit;
 }
 
+/* Chunks of a step: sum of ceil(len / 64) <= T / 64 + N. */
+static inline size_t cpu_max_chunks(const struct backend_limits *l)
+{
+    return (size_t)l->max_tokens / CHUNK_TOKENS + l->max_seqs;
+}
+
 /* Takes bytes from the workspace at *at, keeping it aligned. From 0 on, it measures. */
 static inline void *cpu_carve(uintptr_t *at, size_t bytes)
 {

@@ -61,12 +61,13 @@ __attribute__((unused)) static void open_cpu(struct backend *b, int32_t n_thread
     }
 }
 
-/* Fills the workspace with NaN: no operation may count on what another left there. */
+/* Fills the workspace (16 MiB of it) with NaN: no operation may count on what another left
+ * there. */
 __attribute__((unused)) static void poison_workspace(struct backend *b)
 {
     size_t bytes;
     void *p = cpu_impl_workspace(b, &bytes);
-    memset(p, 0xff, bytes);
+    memset(p, 0xff, bytes < 16 << 20 ? bytes : 16 << 20);
 }
 
 /* One piece of a batch. */
