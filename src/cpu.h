@@ -38,10 +38,11 @@ size_t cpu_pack_bytes(int32_t n_mats, int32_t rows, int32_t cols, enum dtype dty
 void cpu_pack(struct cpu_pool *pool, const struct weight_part *parts, int32_t n_parts,
               int32_t n_mats, int32_t rows, int32_t cols, enum dtype dtype, void *dst);
 
-/* c[i, j] = sum over k ascending in fixed blocks of a[i, k] * w[i_mat][j, k], f32 arithmetic.
- * A row's bits depend on nothing but its own a row and the weight: not on n_rows, not on the
- * thread count. a [n_rows, lda], c [n_rows, ldc]. a_rows, when not NULL, gives the row of a for
- * each output row (gather). Runs on the pool; cpu_gemm_tile is the same on the calling thread. */
+/* c[i, j] = sum over k of a[i, k] * w[i_mat][j, k], f32 arithmetic, in one order for a weight
+ * and a machine's kernel (cpu_gemm.h). A row's bits depend on nothing but its own a row and the
+ * weight: not on n_rows, not on the thread count. a [n_rows, lda], c [n_rows, ldc]. a_rows, when
+ * not NULL, gives the row of a for each output row (gather). What is not finite in a makes its
+ * row not finite; subnormal parts of a may count as zero. Runs on the pool. */
 void cpu_gemm(struct cpu_pool *pool, int32_t n_rows, const float *a, int64_t lda,
               const int32_t *a_rows, const struct weight *w, int32_t i_mat, float *c,
               int64_t ldc);
