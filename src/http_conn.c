@@ -242,7 +242,8 @@ static void expire(struct conn *c)
                                                "header-timeout-s";
     if (!is_silent)
         conn_send_refusal(c->fd, 408, c->current ? c->current->id : NULL, what);
-    if (c->current)
+    /* One that was refused already is not told of twice. */
+    if (c->current && c->current->state == EXCHANGE_READING)
         c->current->refused_status = 408;
     c->is_expired = true;
     shutdown(c->fd, SHUT_RDWR);

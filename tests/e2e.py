@@ -150,7 +150,7 @@ DEFAULTS = {"--state-slots": 16, "--kv-tokens": 40960}
 class Daemon:
     """prefilld, started with the demo model on a free port; ended with the `with` block."""
 
-    def __init__(self, *args, model=MODEL, listen=("127.0.0.1:0",), waits=True):
+    def __init__(self, *args, model=MODEL, listen=("127.0.0.1:0",), waits=True, before=None):
         command = [PREFILLD, "--model", model]
         for address in listen:
             command += ["--listen", address]
@@ -159,7 +159,7 @@ class Daemon:
                 command += [name, str(value)]
         self.log = []
         self.process = subprocess.Popen(command + [str(a) for a in args], stderr=subprocess.PIPE,
-                                        stdin=subprocess.DEVNULL, text=True)
+                                        stdin=subprocess.DEVNULL, text=True, preexec_fn=before)
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
         self.addresses = []

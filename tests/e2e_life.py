@@ -5,6 +5,7 @@ framing, keys, exit status. TAP."""
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -235,6 +236,24 @@ def test_limits(tmp):
                 return False
 
         check(until(served), "after one has left there is room")
+    # More connections than the system lets it have.
+    few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+    with Daemon(before=few) as d:
+        conns = [d.conn() for _ in range(100)]
+        until(lambda: any("event=accept_paused" in s for s in d.log), 10)
+        check(any("event=accept_paused" in s for s in d.log), "no descriptors: a pause, in words")
+        for c in conns:
+            c.close()
+        check(d.ask("GET", "/health").status == 200, "and service again when there are some")
+        check(len(d.log) < 1000, "without a flood of lines", len(d.log))
+    # A soft limit is raised to what max-connections needs.
+    soft = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (60, 1000))
+    with Daemon("--max-connections", 300, before=soft) as d:
+        conns = [d.conn() for _ in range(200)]
+        check(all(c.ask("GET", "/health").status == 200 for c in conns),
+              "200 connections with a soft limit of 60")
+        for c in conns:
+            c.close()
     keys = os.path.join(tmp, "keys")
     with open(keys, "w") as f:
         f.write("alpha\nbeta\n")
