@@ -264,8 +264,8 @@ static void server_drain(struct server *s)
 {
     enum { LOOK_US = 50000 };
     int64_t deadline_us = request_now_us() + (int64_t)s->conf.drain_s * 1000000;
+    /* The sockets stay open meanwhile: /ready says draining, new work gets 503. */
     atomic_store(&s->api.phase, PHASE_DRAINING);
-    http_quiesce(s->http);
     bool is_done = false;
     while (!is_done && request_now_us() < deadline_us && !signals_wait(0)) {
         int64_t look_us = request_now_us() + LOOK_US;
@@ -275,6 +275,7 @@ static void server_drain(struct server *s)
         log_info("event=drained");
     else
         log_warn("event=drain_cut waiting=%d what is left is ended", queue_n_waiting(s->queue));
+    http_quiesce(s->http);
     engine_stop(s->engine);
     http_flush(s->http, request_now_us() + 1000000);
 }

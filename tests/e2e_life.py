@@ -130,7 +130,12 @@ def test_drain():
         idle.ask("GET", "/health")
         check(until(lambda: accepted(d) == 3, 10), "three are accepted")
         d.signal(signal.SIGTERM)
-        time.sleep(0.1)
+        until(lambda: d.ask("GET", "/ready").status == 503, 10)
+        a = d.ask("GET", "/ready")
+        check(a.status == 503 and a.json()["status"] == "draining",
+              "a new connection hears that it drains", a)
+        a = d.ask("POST", "/v1/prefill", {"prompt": [1]})
+        check(a.status == 503 and "retry-after" in a.headers, "and is refused with Retry-After", a)
         try:
             a = idle.ask("POST", "/v1/prefill", {"prompt": [1]})
         except ConnectionError:
