@@ -30,8 +30,8 @@ void tokenizer_free(struct tokenizer *t); /* NULL is legal */
  * special tokens in the text are recognised; no id is added before or after.
  * *ids (caller frees with free(); NULL when there are none) and *n_ids are set on success.
  * max_ids > 0 bounds the answer: ERR_TOO_LARGE as soon as it is certain that there are more, before
- * the rest is looked at. Also ERR_INVALID: not UTF-8, with the offset; ERR_NOMEM. Time is
- * O(len log len) and memory O(len), whatever the text. */
+ * the rest is looked at. Also ERR_INVALID: not UTF-8, with the offset; ERR_NOMEM. Time and
+ * memory are O(len), whatever the text. */
 int tokenizer_encode(const struct tokenizer *t, const char *text, size_t len, int32_t max_ids,
                      int32_t **ids, int32_t *n_ids, struct errmsg *e);
 

@@ -78,6 +78,7 @@ static int init_pairs(struct bpe *b, const struct merge *merges, int32_t n_merge
     b->byte_ranks = malloc(256 * 256 * sizeof(*b->byte_ranks));
     if (!b->made || !b->byte_ranks || hash_table_init(&b->pairs, (size_t)n_merges) != 0)
         return ERR_NOMEM;
+    b->n_merges = n_merges;
     b->max_made_bytes = 1;
     for (int32_t rank = 0; rank < n_merges; rank++) {
         const struct merge *m = &merges[rank];
@@ -103,7 +104,7 @@ static int merge(const struct bpe *b, struct bpe_scratch *s, const unsigned char
 {
     if (len <= BPE_MAX_SCAN_BYTES)
         return bpe_merge_scan(b, piece, len, out);
-    return bpe_merge_heap(b, s, piece, len, out);
+    return bpe_merge_lists(b, s, piece, len, out);
 }
 
 static inline uint64_t whole_slot(uint64_t hash, int32_t id)
@@ -113,11 +114,12 @@ static inline uint64_t whole_slot(uint64_t hash, int32_t id)
 
 /* The merges decide what a piece becomes, also one that is a token; so only the tokens which their
  * own merges make again are looked up whole. That is found out here, by merging each. */
-static int init_whole(struct bpe *b, int32_t n_merges)
+static int init_whole(struct bpe *b)
 {
     struct bpe_scratch scratch = {0};
     struct id_list made = {0};
-    int code = hash_table_init(&b->whole, (size_t)n_merges); /* each entry is made by a merge */
+    int code =
+        hash_table_init(&b->whole, (size_t)b->n_merges); /* each entry is made by a merge */
 
     for (int32_t id = 0; code == 0 && id < b->tokens->n; id++) {
         const char *bytes = b->tokens->bytes + b->tokens->offsets[id];
@@ -148,7 +150,7 @@ int bpe_init(struct bpe *b, const struct token_table *tokens, const int32_t byte
     memcpy(b->byte_id, byte_id, sizeof(b->byte_id));
     int code = init_pairs(b, merges, n_merges);
     if (code == 0)
-        code = init_whole(b, n_merges);
+        code = init_whole(b);
     return code != 0 ? code : bpe_init_joins(b);
 }
 

@@ -5,8 +5,8 @@
 
 #include "tokenizer_internal.h"
 
-/* Offsets in a piece are 32 bits, and NFC makes at most three bytes of one. */
-#define MAX_TEXT_BYTES ((size_t)1 << 30)
+/* Offsets in a piece are 31 bits, and NFC makes at most three bytes of one. */
+#define MAX_TEXT_BYTES ((size_t)1 << 29)
 
 /* One call of tokenizer_encode. */
 struct encoding {

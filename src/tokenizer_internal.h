@@ -154,6 +154,7 @@ struct bpe {
     int32_t byte_id[256];
     int32_t *byte_ranks; /* [256, 256] rank of the merge of two bytes, or TOKENIZER_NO_RANK */
     int32_t *made;       /* [n_merges] by rank: the id that a merge makes */
+    int32_t n_merges;
     struct hash_table pairs; /* entry: left << 43 | right << 22 | rank */
     struct hash_table whole; /* entry: hash of the bytes, its low 21 bits replaced by the id */
     uint64_t *joins;         /* bits: which neighbours a token may join, see tokenizer_cut.c */
@@ -185,7 +186,8 @@ static inline int32_t bpe_pair_rank(const struct bpe *b, int32_t left, int32_t r
     }
 }
 
-/* Builds the tables in b, zero-initialised. merges are by rank; byte_id is where each byte starts.
+/* Builds the tables in b, zero-initialised. merges are by rank, each after all
+ * that make its parts; byte_id is where each byte starts.
  * tokens is borrowed for as long as b lives. Returns 0, ERR_INVALID when a pair is there twice, or
  * ERR_NOMEM; bpe_fini frees what there is in every case. */
 int bpe_init(struct bpe *b, const struct token_table *tokens, const int32_t byte_id[256],
@@ -201,10 +203,14 @@ struct id_list {
 
 int id_list_reserve(struct id_list *l, size_t extra);
 
-/* Memory of one call, zero-initialised; freed with bpe_scratch_fini. */
+/* Memory of one call, zero-initialised; freed with bpe_scratch_fini. What it is for:
+ * tokenizer_merge.c. */
 struct bpe_scratch {
-    uint32_t *marks; /* [cap] */
-    uint64_t *heap;  /* [cap + cap / 4] */
+    uint32_t *marks;   /* [cap] */
+    uint32_t *next;    /* [cap] */
+    uint32_t *prev;    /* [cap] */
+    uint32_t *heads;   /* [n_merges] */
+    uint64_t *waiting; /* [n_merges] bits */
     size_t cap;
 };
 
@@ -223,11 +229,11 @@ size_t bpe_next_cut(const struct bpe *b, const unsigned char *piece, size_t len)
 
 /* The two bodies of merging, for any bytes. The first takes len <= BPE_MAX_SCAN_BYTES; about there the second becomes
  * faster (tests/bench/tokenizer). */
-#define BPE_MAX_SCAN_BYTES 256
+#define BPE_MAX_SCAN_BYTES 96
 int bpe_merge_scan(const struct bpe *b, const unsigned char *piece, size_t len,
                    struct id_list *out);
-int bpe_merge_heap(const struct bpe *b, struct bpe_scratch *s, const unsigned char *piece,
-                   size_t len, struct id_list *out);
+int bpe_merge_lists(const struct bpe *b, struct bpe_scratch *s, const unsigned char *piece,
+                    size_t len, struct id_list *out);
 
 /* ---- the byte alphabet: how tokenizer.json spells bytes */
 

@@ -376,6 +376,32 @@ done:
     return code;
 }
 
+/* A merge comes after every one that makes one of its parts. Trained merges do; tokenizer_merge.c
+ * relies on it. */
+static int check_order(struct loader *l)
+{
+    int32_t *last =
+        malloc((size_t)l->n_ids * sizeof(*last)); /* by id: the last that makes it */
+    int code = 0;
+
+    if (!last)
+        return ERR_NOMEM;
+    memset(last, 0xff, (size_t)l->n_ids * sizeof(*last));
+    for (int32_t rank = 0; rank < l->n_merges; rank++)
+        last[l->merges[rank].made] = rank;
+    for (int32_t rank = 0; rank < l->n_merges && code == 0; rank++) {
+        const struct merge *m = &l->merges[rank];
+        if (last[m->left] >= rank || last[m->right] >= rank)
+            code = errmsg_set(
+                l->e, ERR_UNSUPPORTED,
+                "tokenizer.json: model.merges[%d] has a part that it or a later merge "
+                "makes; prefilld takes merges in the order of their making",
+                rank);
+    }
+    free(last);
+    return code;
+}
+
 static int find_bytes(struct loader *l, int32_t byte_id[256])
 {
     for (int byte = 0; byte < 256; byte++) {
@@ -406,7 +432,8 @@ static int build(struct loader *l, const char *text, size_t len)
         (code = char_table_init(&l->t->chars)) != 0 || (code = read_vocab(l)) != 0 ||
         (code = index_vocab(l)) != 0 || (code = find_bytes(l, byte_id)) != 0 ||
         (code = read_added(l)) != 0 || (code = index_ids(l)) != 0 ||
-        (code = build_tokens(l)) != 0 || (code = read_merges(l)) != 0)
+        (code = build_tokens(l)) != 0 || (code = read_merges(l)) != 0 ||
+        (code = check_order(l)) != 0)
         return code;
     code = bpe_init(&l->t->bpe, &l->t->tokens, byte_id, l->merges, l->n_merges);
     if (code == ERR_INVALID)

@@ -1,14 +1,13 @@
 /* The merges of one piece: again and again the pair of lowest rank, the leftmost of equals.
  *
- * Two bodies that give the same ids: for short pieces every step scans all ranks, which is quickest
- * there and quadratic; for long ones a heap holds the pairs. A piece can be a whole request. */
+ * Two bodies that give the same ids. For short pieces every step scans all ranks, which is quickest
+ * there and quadratic. For long ones the pairs are in lists by rank, and one pass over the ranks makes
+ * all merges: a merge never makes a pair of a lower rank, as tokenizer_load.c has seen to. That takes
+ * linear time and goes through memory in order; a piece can be a whole request. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "tokenizer_internal.h"
-
-/* In marks: a token starts here. Without it the entry is the id of the token that ends here. */
-#define MARK_START 0x80000000u
 
 static inline int32_t byte_pair_rank(const struct bpe *b, const unsigned char *p)
 {
@@ -58,93 +57,134 @@ int bpe_merge_scan(const struct bpe *b, const unsigned char *piece, size_t len,
 
 /* ---- long pieces */
 
-/* A piece in work. A token of the bytes [i, j) has its id in marks[i], with MARK_START, and in
- * marks[j - 1]: so its neighbours are found with no links. */
+/* In prev: the first of a list, the rest is its rank; or in no list. */
+#define LIST_FIRST 0x80000000u
+#define LIST_NONE UINT32_MAX
+/* In next and heads. */
+#define LIST_END UINT32_MAX
+
+/* A piece in work. A token of the bytes [i, j) has its id in marks[i] and in marks[j - 1]: so its
+ * neighbours are found with no links. The pair of the tokens that start at i
+ * and j, if it has a rank, is in the list of that rank as i. */
 struct work {
     const struct bpe *b;
-    uint32_t *marks;
+    struct bpe_scratch *s;
     size_t len;
-    uint64_t *heap; /* rank << 32 | where the left token starts; the least on top; 4 children */
-    size_t n_heap;
 };
 
-static void sift_down(struct work *w, size_t i)
+static void list_add(struct bpe_scratch *s, uint32_t at, int32_t rank)
 {
-    uint64_t entry = w->heap[i];
-    for (;;) {
-        size_t child = 4 * i + 1, least = child;
-        if (child >= w->n_heap)
-            break;
-        size_t end = child + 4 < w->n_heap ? child + 4 : w->n_heap;
-        for (size_t k = child + 1; k < end; k++)
-            least = w->heap[k] < w->heap[least] ? k : least;
-        if (w->heap[least] >= entry)
-            break;
-        w->heap[i] = w->heap[least];
-        i = least;
-    }
-    w->heap[i] = entry;
+    uint32_t head = s->heads[rank];
+    s->next[at] = head;
+    s->prev[at] = LIST_FIRST | (uint32_t)rank;
+    if (head != LIST_END)
+        s->prev[head] = at;
+    s->heads[rank] = at;
+    s->waiting[rank / 64] |= 1ull << rank % 64;
 }
 
-static void heapify(struct work *w)
+static void list_remove(struct bpe_scratch *s, uint32_t at)
 {
-    for (size_t i = w->n_heap / 4 + 1; i-- > 0;)
-        if (i < w->n_heap)
-            sift_down(w, i);
-}
-
-/* The rank of the token at `at` with the next one; sets *next, where that starts, and *id, of the
- * token at `at`. */
-static int32_t rank_at(const struct work *w, size_t at, size_t *next, uint32_t *id)
-{
-    *id = w->marks[at] & ~MARK_START;
-    *next = at + token_bytes(w->b, *id);
-    if (*next >= w->len)
-        return TOKENIZER_NO_RANK;
-    return bpe_pair_rank(w->b, (int32_t)*id, (int32_t)(w->marks[*next] & ~MARK_START));
-}
-
-static bool is_live(const struct work *w, uint64_t entry)
-{
-    size_t at = (uint32_t)entry, next;
-    uint32_t id;
-    return (w->marks[at] & MARK_START) && rank_at(w, at, &next, &id) == (int32_t)(entry >> 32);
-}
-
-/* Adds the pair that starts at `at`. The heap has room for a quarter more than there can be live
- * entries; when it is full, the others go. */
-static void push(struct work *w, size_t at, size_t cap)
-{
-    size_t next;
-    uint32_t id;
-    int32_t rank = rank_at(w, at, &next, &id);
-    if (rank == TOKENIZER_NO_RANK)
+    uint32_t prev = s->prev[at], next = s->next[at];
+    if (prev == LIST_NONE)
         return;
-    if (w->n_heap == cap) {
-        size_t n = 0;
-        for (size_t i = 0; i < cap; i++)
-            if (is_live(w, w->heap[i]))
-                w->heap[n++] = w->heap[i];
-        w->n_heap = n;
-        heapify(w);
-    }
-    uint64_t entry = (uint64_t)rank << 32 | at;
-    size_t i = w->n_heap++;
-    while (i > 0 && w->heap[(i - 1) / 4] > entry) {
-        w->heap[i] = w->heap[(i - 1) / 4];
-        i = (i - 1) / 4;
-    }
-    w->heap[i] = entry;
+    if (prev & LIST_FIRST)
+        s->heads[prev & ~LIST_FIRST] = next;
+    else
+        s->next[prev] = next;
+    if (next != LIST_END)
+        s->prev[next] = prev;
+    s->prev[at] = LIST_NONE;
 }
 
-static int reserve_scratch(struct bpe_scratch *s, size_t len)
+/* The id of the token that starts, or ends, at a byte. */
+static uint32_t id_at(const struct work *w, size_t at)
 {
+    return w->s->marks[at];
+}
+
+static size_t next_of(const struct work *w, size_t at)
+{
+    return at + token_bytes(w->b, id_at(w, at));
+}
+
+/* Where the token before starts; at > 0. */
+static size_t before(const struct work *w, size_t at)
+{
+    return at - token_bytes(w->b, id_at(w, at - 1));
+}
+
+/* Puts the pair at `at`, which is in no list, into that of its rank. */
+static void list_pair(const struct work *w, size_t at)
+{
+    size_t next = next_of(w, at);
+    if (next >= w->len)
+        return;
+    int32_t rank = bpe_pair_rank(w->b, (int32_t)id_at(w, at), (int32_t)id_at(w, next));
+    if (rank != TOKENIZER_NO_RANK)
+        list_add(w->s, (uint32_t)at, rank);
+}
+
+/* Makes one token of the two at `at`. */
+static void join(const struct work *w, size_t at, int32_t rank)
+{
+    struct bpe_scratch *s = w->s;
+    uint32_t made = (uint32_t)w->b->made[rank];
+    size_t next = next_of(w, at);
+
+    list_remove(s, (uint32_t)at);
+    list_remove(s, (uint32_t)next);
+    s->marks[at] = made;
+    s->marks[next_of(w, at) - 1] = made;
+    if (at > 0) {
+        size_t left = before(w, at);
+        list_remove(s, (uint32_t)left);
+        list_pair(w, left);
+    }
+    list_pair(w, at);
+}
+
+/* Makes all merges of one rank. What they make has higher ranks only. Their order matters only where
+ * they share a token, as in "aaa": there it is from the left. */
+static void join_all(const struct work *w, int32_t rank)
+{
+    while (w->s->heads[rank] != LIST_END) {
+        size_t at = w->s->heads[rank];
+        uint32_t id = id_at(w, at);
+        if (id_at(w, next_of(w, at)) != id) {
+            join(w, at, rank);
+            continue;
+        }
+        while (at > 0 && id_at(w, at - 1) == id)
+            at = before(w, at);
+        while (at < w->len && id_at(w, at) == id && next_of(w, at) < w->len &&
+               id_at(w, next_of(w, at)) == id) {
+            join(w, at, rank);
+            at = next_of(w, at);
+        }
+    }
+}
+
+static int reserve_scratch(const struct bpe *b, struct bpe_scratch *s, size_t len)
+{
+    size_t n_words = (size_t)b->n_merges / 64 + 1;
+    if (!s->heads) {
+        s->heads = malloc(((size_t)b->n_merges + 1) * sizeof(*s->heads));
+        s->waiting = calloc(n_words, sizeof(*s->waiting));
+        if (!s->heads || !s->waiting)
+            return ERR_NOMEM;
+        memset(s->heads, 0xff, (size_t)b->n_merges * sizeof(*s->heads));
+    }
     if (len <= s->cap)
         return 0;
-    bpe_scratch_fini(s);
+    free(s->marks);
+    free(s->next);
+    free(s->prev);
+    s->cap = 0;
     s->marks = malloc(len * sizeof(*s->marks));
-    s->heap = malloc((len + len / 4) * sizeof(*s->heap));
-    if (!s->marks || !s->heap)
+    s->next = malloc(len * sizeof(*s->next));
+    s->prev = malloc(len * sizeof(*s->prev));
+    if (!s->marks || !s->next || !s->prev)
         return ERR_NOMEM;
     s->cap = len;
     return 0;
@@ -153,53 +193,42 @@ static int reserve_scratch(struct bpe_scratch *s, size_t len)
 void bpe_scratch_fini(struct bpe_scratch *s)
 {
     free(s->marks);
-    free(s->heap);
+    free(s->next);
+    free(s->prev);
+    free(s->heads);
+    free(s->waiting);
     memset(s, 0, sizeof(*s));
 }
 
-int bpe_merge_heap(const struct bpe *b, struct bpe_scratch *s, const unsigned char *piece,
-                   size_t len, struct id_list *out)
+int bpe_merge_lists(const struct bpe *b, struct bpe_scratch *s, const unsigned char *piece,
+                    size_t len, struct id_list *out)
 {
-    if (reserve_scratch(s, len) != 0)
+    struct work w = {b, s, len};
+    size_t n = 0;
+
+    if (reserve_scratch(b, s, len) != 0)
         return ERR_NOMEM;
-    struct work w = {.b = b, .marks = s->marks, .len = len, .heap = s->heap};
-    const size_t heap_cap = len + len / 4;
-    size_t n = len;
-
     for (size_t i = 0; i < len; i++)
-        w.marks[i] = (uint32_t)b->byte_id[piece[i]] | MARK_START;
-    for (size_t i = 0; i + 1 < len; i++) {
-        int32_t rank = byte_pair_rank(b, piece + i);
+        s->marks[i] = (uint32_t)b->byte_id[piece[i]];
+    /* From the right, so that the lists go from the left. */
+    for (size_t i = len; i-- > 0;) {
+        int32_t rank = i + 1 < len ? byte_pair_rank(b, piece + i) : TOKENIZER_NO_RANK;
+        s->prev[i] = LIST_NONE;
         if (rank != TOKENIZER_NO_RANK)
-            w.heap[w.n_heap++] = (uint64_t)rank << 32 | i;
+            list_add(s, (uint32_t)i, rank);
     }
-    heapify(&w);
-    while (w.n_heap > 0) {
-        size_t at = (uint32_t)w.heap[0], next;
-        uint32_t id;
-        int32_t rank = (int32_t)(w.heap[0] >> 32);
-        bool live = (w.marks[at] & MARK_START) && rank_at(&w, at, &next, &id) == rank;
-
-        w.heap[0] = w.heap[--w.n_heap];
-        if (w.n_heap > 0)
-            sift_down(&w, 0);
-        if (!live)
-            continue;
-        uint32_t made = (uint32_t)b->made[rank];
-        w.marks[next] = 0;
-        w.marks[at + token_bytes(b, made) - 1] = made;
-        w.marks[at] = made | MARK_START;
-        n--;
-        if (at > 0)
-            push(&w, at - token_bytes(b, w.marks[at - 1] & ~MARK_START), heap_cap);
-        push(&w, at, heap_cap);
+    for (size_t word = 0; word <= (size_t)b->n_merges / 64; word++) {
+        while (s->waiting[word]) {
+            int bit = __builtin_ctzll(s->waiting[word]);
+            join_all(&w, (int32_t)(word * 64) + bit);
+            s->waiting[word] &= ~(1ull << bit);
+        }
     }
+    for (size_t i = 0; i < len; i = next_of(&w, i))
+        n++;
     if (id_list_reserve(out, n) != 0)
         return ERR_NOMEM;
-    for (size_t i = 0; i < len;) {
-        uint32_t id = w.marks[i] & ~MARK_START;
-        out->ids[out->n++] = (int32_t)id;
-        i += token_bytes(b, id);
-    }
+    for (size_t i = 0; i < len; i = next_of(&w, i))
+        out->ids[out->n++] = (int32_t)id_at(&w, i);
     return 0;
 }

@@ -82,130 +82,131 @@ static void expect_loaded(const char *from, const char *to)
 #define U ERR_UNSUPPORTED
 #define I ERR_INVALID
 
+static const struct {
+    const char *from, *to;
+    const char *message;
+} refusals[] = {
+    {"\"version\":\"1.0\"", "\"version\":\"2.0\"",
+     "version is \"2.0\"; prefilld takes \"1.0\""},
+    {"\"truncation\":null", "\"truncation\":{}", "truncation is an object"},
+    {"\"padding\":null", "\"padding\":true", "padding is true"},
+    {"\"normalizer\":{\"type\":\"NFC\"}", "\"normalizer\":{\"type\":\"NFKC\"}",
+     "normalizer.type is \"NFKC\"; prefilld takes \"NFC\""},
+    {"\"normalizer\":{\"type\":\"NFC\"}", "\"normalizer\":null", "normalizer is null"},
+    {"\"normalizer\":{\"type\":\"NFC\"}", "\"normalizer\":{\"type\":\"NFC\",\"x\":1}",
+     "normalizer has a member that prefilld does not know: \"x\""},
+    {"\\\\p{L}+|", "\\\\p{L}*|", "pattern.Regex is neither"},
+    {"\"Isolated\"", "\"Removed\"", "pretokenizers[0].behavior is \"Removed\""},
+    {"\"invert\":false", "\"invert\":true", "pretokenizers[0].invert is true"},
+    {"{\"Regex\"", "{\"String\"", "pattern.Regex is absent"},
+    {"\"add_prefix_space\":false", "\"add_prefix_space\":true",
+     "pretokenizers[1].add_prefix_space is true"},
+    {"\"use_regex\":false}]", "\"use_regex\":true}]", "pretokenizers[1].use_regex is true"},
+    {",\"use_regex\":false}]", "}]", "pretokenizers[1].use_regex is absent"},
+    {"\"Sequence\"", "\"Other\"", "pre_tokenizer.type is \"Other\""},
+    {"\"decoder\":{\"type\":\"ByteLevel\"", "\"decoder\":{\"type\":\"WordPiece\"",
+     "decoder.type is \"WordPiece\""},
+    {"\"post_processor\":null", "\"post_processor\":{\"type\":\"TemplateProcessing\"}",
+     "post_processor.type is \"TemplateProcessing\""},
+    {"\"type\":\"BPE\"", "\"type\":\"Unigram\"", "model.type is \"Unigram\""},
+    {"\"dropout\":null", "\"dropout\":0.1", "model.dropout is a number"},
+    {"\"unk_token\":null", "\"unk_token\":\"<unk>\"", "model.unk_token is \"<unk>\""},
+    {"\"continuing_subword_prefix\":null", "\"continuing_subword_prefix\":\"##\"",
+     "model.continuing_subword_prefix is \"##\""},
+    {"\"end_of_word_suffix\":null", "\"end_of_word_suffix\":\"</w>\"",
+     "model.end_of_word_suffix is \"</w>\""},
+    {"\"byte_fallback\":false", "\"byte_fallback\":true", "model.byte_fallback is true"},
+    {"\"ignore_merges\":false", "\"ignore_merges\":true", "model.ignore_merges is true"},
+    {"\"model\":{", "\"model\":{\"cache\":7,",
+     "model has a member that prefilld does not know: \"cache\""},
+    {"{\"version\"", "{\"more\":[],\"version\"",
+     "the file has a member that prefilld does not know: \"more\""},
+    {"\"single_word\":false", "\"single_word\":true", "added_tokens[0].single_word is true"},
+    {"\"lstrip\":false", "\"lstrip\":true", "added_tokens[0].lstrip is true"},
+    {"\"rstrip\":false", "\"rstrip\":true", "added_tokens[0].rstrip is true"},
+    {"\"normalized\":false", "\"normalized\":true", "added_tokens[0].normalized is true"},
+    {"\"special\":true", "\"special\":1", "added_tokens[0].special is an integer"},
+    {"[\"a\",\"b\"],[\"ab\",\"c\"]", "[\"ab\",\"c\"],[\"a\",\"b\"]",
+     "model.merges[0] has a part that it or a later merge makes"},
+    {"\"content\":\"<end>\"", "\"content\":\"abc\"",
+     "added_tokens[0].id is 5000, but model.vocab has its content as 257"},
+};
+
 Test(tokenizer_load, parts_that_would_change_ids_are_refused_by_name)
 {
-    static const struct {
-        const char *from, *to;
-        const char *message;
-    } cases[] = {
-        {"\"version\":\"1.0\"", "\"version\":\"2.0\"",
-         "version is \"2.0\"; prefilld takes \"1.0\""},
-        {"\"truncation\":null", "\"truncation\":{}", "truncation is an object"},
-        {"\"padding\":null", "\"padding\":true", "padding is true"},
-        {"\"normalizer\":{\"type\":\"NFC\"}", "\"normalizer\":{\"type\":\"NFKC\"}",
-         "normalizer.type is \"NFKC\"; prefilld takes \"NFC\""},
-        {"\"normalizer\":{\"type\":\"NFC\"}", "\"normalizer\":null", "normalizer is null"},
-        {"\"normalizer\":{\"type\":\"NFC\"}", "\"normalizer\":{\"type\":\"NFC\",\"x\":1}",
-         "normalizer has a member that prefilld does not know: \"x\""},
-        {"\\\\p{L}+|", "\\\\p{L}*|", "pattern.Regex is neither"},
-        {"\"Isolated\"", "\"Removed\"", "pretokenizers[0].behavior is \"Removed\""},
-        {"\"invert\":false", "\"invert\":true", "pretokenizers[0].invert is true"},
-        {"{\"Regex\"", "{\"String\"", "pattern.Regex is absent"},
-        {"\"add_prefix_space\":false", "\"add_prefix_space\":true",
-         "pretokenizers[1].add_prefix_space is true"},
-        {"\"use_regex\":false}]", "\"use_regex\":true}]", "pretokenizers[1].use_regex is true"},
-        {",\"use_regex\":false}]", "}]", "pretokenizers[1].use_regex is absent"},
-        {"\"Sequence\"", "\"Other\"", "pre_tokenizer.type is \"Other\""},
-        {"\"decoder\":{\"type\":\"ByteLevel\"", "\"decoder\":{\"type\":\"WordPiece\"",
-         "decoder.type is \"WordPiece\""},
-        {"\"post_processor\":null", "\"post_processor\":{\"type\":\"TemplateProcessing\"}",
-         "post_processor.type is \"TemplateProcessing\""},
-        {"\"type\":\"BPE\"", "\"type\":\"Unigram\"", "model.type is \"Unigram\""},
-        {"\"dropout\":null", "\"dropout\":0.1", "model.dropout is a number"},
-        {"\"unk_token\":null", "\"unk_token\":\"<unk>\"", "model.unk_token is \"<unk>\""},
-        {"\"continuing_subword_prefix\":null", "\"continuing_subword_prefix\":\"##\"",
-         "model.continuing_subword_prefix is \"##\""},
-        {"\"end_of_word_suffix\":null", "\"end_of_word_suffix\":\"</w>\"",
-         "model.end_of_word_suffix is \"</w>\""},
-        {"\"byte_fallback\":false", "\"byte_fallback\":true", "model.byte_fallback is true"},
-        {"\"ignore_merges\":false", "\"ignore_merges\":true", "model.ignore_merges is true"},
-        {"\"model\":{", "\"model\":{\"cache\":7,",
-         "model has a member that prefilld does not know: \"cache\""},
-        {"{\"version\"", "{\"more\":[],\"version\"",
-         "the file has a member that prefilld does not know: \"more\""},
-        {"\"single_word\":false", "\"single_word\":true",
-         "added_tokens[0].single_word is true"},
-        {"\"lstrip\":false", "\"lstrip\":true", "added_tokens[0].lstrip is true"},
-        {"\"rstrip\":false", "\"rstrip\":true", "added_tokens[0].rstrip is true"},
-        {"\"normalized\":false", "\"normalized\":true", "added_tokens[0].normalized is true"},
-        {"\"special\":true", "\"special\":1", "added_tokens[0].special is an integer"},
-        {"\"content\":\"<end>\"", "\"content\":\"abc\"",
-         "added_tokens[0].id is 5000, but model.vocab has its content as 257"},
-    };
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++)
-        expect_refused(cases[i].from, cases[i].to, U, cases[i].message);
+    for (size_t i = 0; i < sizeof(refusals) / sizeof(refusals[0]); i++)
+        expect_refused(refusals[i].from, refusals[i].to, U, refusals[i].message);
 }
+
+static const struct {
+    const char *from, *to;
+    const char *message;
+} faults[] = {
+    {"{\"version\"", "[\"version\"", "the file is no JSON object"},
+    {"\"merges\":[", "\"vocab\":{},\"merges\":[", "model has vocab twice"},
+    {"\"padding\":null", "\"padding\":null,\"padding\":null", "the file has padding twice"},
+    {"\"model\":{", "\"modem\":{", "prefilld does not know"},
+    {"\"vocab\":{", "\"vocab\":{\"xyz\":\"1\",", "the id of member 0 is no integer"},
+    {"\"vocab\":{", "\"vocab\":{\"xyz\":-1,", "the id of member 0 is no integer"},
+    {"\"vocab\":{", "\"vocab\":{\"xyz\":1.5,", "the id of member 0 is no integer"},
+    {"\"vocab\":{", "\"vocab\":{\"xyz\":1e3,", "the id of member 0 is no integer"},
+    {"\"vocab\":{", "\"vocab\":{\"xyz\":01,", "the id of member 0 is no integer"},
+    {"\"vocab\":{", "\"vocab\":{\"xyz\":2147483647,", "is no integer in 0..2097150"},
+    {"\"vocab\":{", "\"vocab\":{\"xyz\":2147483648,", "is no integer in 0..2097150"},
+    {"\"vocab\":{", "\"vocab\":{\"xyz\":99999999999999999999,", "in 0..2097150"},
+    {"\"vocab\":{", "\"vocab\":{\"xyz\":2097151,", "in 0..2097150"},
+    {"\"vocab\":{", "\"vocab\":{\"xyz\":5,", "two tokens have id 5, one in model.vocab"},
+    {"\"vocab\":{", "\"vocab\":{\"a\":600,", "model.vocab has the token of id 97 twice"},
+    {"\"vocab\":{", "\"vocab\":{\"\\u0061\":600,", "model.vocab has the token of id 97 twice"},
+    {"\"vocab\":{", "\"vocab\":{\"\\ud800\":600,", "the token of member 0 is ill-formed"},
+    {"\"vocab\":{", "\"vocab\":{\"\\udc00\\ud800\":600,", "member 0 is ill-formed"},
+    {"\"vocab\":{", "\"vocab\":{\"\\q\":600,", "the token of member 0 is ill-formed"},
+    {"\"vocab\":{", "\"vocab\":{\"x\ty\":600,", "the token of member 0 is ill-formed"},
+    {"\"vocab\":{", "\"vocab\":{,", "the token of member 0 is ill-formed"},
+    {"\"vocab\":{", "\"vocab\":[", "model"},
+    {"\"a\":97,", "", "model.vocab has no token for byte 0x61"},
+    {"\"\xc4\x80\":0,", "", "model.vocab has no token for byte 0x00"},
+    {"[\"a\",\"b\"]", "[\"a\",\"xyz\"]",
+     "model.merges[0]: the right part is not in model.vocab"},
+    {"[\"a\",\"b\"]", "[\"xyz\",\"b\"]",
+     "model.merges[0]: the left part is not in model.vocab"},
+    {"[\"a\",\"b\"]", "[\"b\",\"a\"]", "model.merges[0]: what it makes is not in model.vocab"},
+    {"[\"a\",\"b\"]", "[\"a\",\"b\"],[\"a\",\"b\"]", "model.merges has a pair twice"},
+    {"[\"a\",\"b\"]", "[\"a\",\"b\",\"c\"]", "model.merges[0] is neither"},
+    {"[\"a\",\"b\"]", "[\"a\"]", "model.merges[0] is neither"},
+    {"[\"a\",\"b\"]", "\"ab\"", "model.merges[0] is neither"},
+    {"[\"a\",\"b\"]", "\"a b c\"", "model.merges[0] is neither"},
+    {"[\"a\",\"b\"]", "\"\"", "model.merges[0] is neither"},
+    {"[\"a\",\"b\"]", "7", "model.merges[0] is neither"},
+    {"[\"a\",\"b\"]", "[[[[]]]]", "model.merges[0] is neither"},
+    {"\"merges\":[", "\"merges\":null,\"x\":[", "does not know"},
+    {"\"id\":5000", "\"id\":97", "two tokens have id 97, one in added_tokens"},
+    {"\"id\":5000", "\"id\":-1", "added_tokens[0].id is not in 0..2097150"},
+    {"\"id\":5000", "\"id\":2147483647", "added_tokens[0].id is not in 0..2097150"},
+    {"\"id\":5000", "\"id\":1e400", "added_tokens"},
+    {"\"id\":5000", "\"id\":\"5000\"", "added_tokens[0].id is \"5000\""},
+    {"\"content\":\"<end>\"", "\"content\":\"\"", "added_tokens[0].content is empty"},
+    {"\"content\":\"<end>\"", "\"content\":\"\\ud800\"", "added_tokens"},
+    {"\"added_tokens\":[", "\"added_tokens\":[7,", "added_tokens[0] is an integer"},
+    {"\"added_tokens\":[", "\"added_tokens\":[{\"id\":6,\"id\":7},", "added_tokens"},
+    {"\"added_tokens\":[",
+     "\"added_tokens\":[{\"id\":5001,\"content\":\"<end>\",\"normalized\":false,"
+     "\"special\":"
+     "false},",
+     "added_tokens: ids 500"},
+};
 
 Test(tokenizer_load, faults_are_named)
 {
-    static const struct {
-        const char *from, *to;
-        const char *message;
-    } cases[] = {
-        {"{\"version\"", "[\"version\"", "the file is no JSON object"},
-        {"\"merges\":[", "\"vocab\":{},\"merges\":[", "model has vocab twice"},
-        {"\"padding\":null", "\"padding\":null,\"padding\":null", "the file has padding twice"},
-        {"\"model\":{", "\"modem\":{", "prefilld does not know"},
-        {"\"vocab\":{", "\"vocab\":{\"xyz\":\"1\",", "the id of member 0 is no integer"},
-        {"\"vocab\":{", "\"vocab\":{\"xyz\":-1,", "the id of member 0 is no integer"},
-        {"\"vocab\":{", "\"vocab\":{\"xyz\":1.5,", "the id of member 0 is no integer"},
-        {"\"vocab\":{", "\"vocab\":{\"xyz\":1e3,", "the id of member 0 is no integer"},
-        {"\"vocab\":{", "\"vocab\":{\"xyz\":01,", "the id of member 0 is no integer"},
-        {"\"vocab\":{", "\"vocab\":{\"xyz\":2147483647,", "is no integer in 0..2097150"},
-        {"\"vocab\":{", "\"vocab\":{\"xyz\":2147483648,", "is no integer in 0..2097150"},
-        {"\"vocab\":{", "\"vocab\":{\"xyz\":99999999999999999999,", "in 0..2097150"},
-        {"\"vocab\":{", "\"vocab\":{\"xyz\":2097151,", "in 0..2097150"},
-        {"\"vocab\":{", "\"vocab\":{\"xyz\":5,", "two tokens have id 5, one in model.vocab"},
-        {"\"vocab\":{", "\"vocab\":{\"a\":600,", "model.vocab has the token of id 97 twice"},
-        {"\"vocab\":{", "\"vocab\":{\"\\u0061\":600,",
-         "model.vocab has the token of id 97 twice"},
-        {"\"vocab\":{", "\"vocab\":{\"\\ud800\":600,", "the token of member 0 is ill-formed"},
-        {"\"vocab\":{", "\"vocab\":{\"\\udc00\\ud800\":600,", "member 0 is ill-formed"},
-        {"\"vocab\":{", "\"vocab\":{\"\\q\":600,", "the token of member 0 is ill-formed"},
-        {"\"vocab\":{", "\"vocab\":{\"x\ty\":600,", "the token of member 0 is ill-formed"},
-        {"\"vocab\":{", "\"vocab\":{,", "the token of member 0 is ill-formed"},
-        {"\"vocab\":{", "\"vocab\":[", "model"},
-        {"\"a\":97,", "", "model.vocab has no token for byte 0x61"},
-        {"\"\xc4\x80\":0,", "", "model.vocab has no token for byte 0x00"},
-        {"[\"a\",\"b\"]", "[\"a\",\"xyz\"]",
-         "model.merges[0]: the right part is not in model.vocab"},
-        {"[\"a\",\"b\"]", "[\"xyz\",\"b\"]",
-         "model.merges[0]: the left part is not in model.vocab"},
-        {"[\"a\",\"b\"]", "[\"b\",\"a\"]",
-         "model.merges[0]: what it makes is not in model.vocab"},
-        {"[\"a\",\"b\"]", "[\"a\",\"b\"],[\"a\",\"b\"]", "model.merges has a pair twice"},
-        {"[\"a\",\"b\"]", "[\"a\",\"b\",\"c\"]", "model.merges[0] is neither"},
-        {"[\"a\",\"b\"]", "[\"a\"]", "model.merges[0] is neither"},
-        {"[\"a\",\"b\"]", "\"ab\"", "model.merges[0] is neither"},
-        {"[\"a\",\"b\"]", "\"a b c\"", "model.merges[0] is neither"},
-        {"[\"a\",\"b\"]", "\"\"", "model.merges[0] is neither"},
-        {"[\"a\",\"b\"]", "7", "model.merges[0] is neither"},
-        {"[\"a\",\"b\"]", "[[[[]]]]", "model.merges[0] is neither"},
-        {"\"merges\":[", "\"merges\":null,\"x\":[", "does not know"},
-        {"\"id\":5000", "\"id\":97", "two tokens have id 97, one in added_tokens"},
-        {"\"id\":5000", "\"id\":-1", "added_tokens[0].id is not in 0..2097150"},
-        {"\"id\":5000", "\"id\":2147483647", "added_tokens[0].id is not in 0..2097150"},
-        {"\"id\":5000", "\"id\":1e400", "added_tokens"},
-        {"\"id\":5000", "\"id\":\"5000\"", "added_tokens[0].id is \"5000\""},
-        {"\"content\":\"<end>\"", "\"content\":\"\"", "added_tokens[0].content is empty"},
-        {"\"content\":\"<end>\"", "\"content\":\"\\ud800\"", "added_tokens"},
-        {"\"added_tokens\":[", "\"added_tokens\":[7,", "added_tokens[0] is an integer"},
-        {"\"added_tokens\":[", "\"added_tokens\":[{\"id\":6,\"id\":7},", "added_tokens"},
-        {"\"added_tokens\":[",
-         "\"added_tokens\":[{\"id\":5001,\"content\":\"<end>\",\"normalized\":false,"
-         "\"special\":"
-         "false},",
-         "added_tokens: ids 500"},
-    };
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+    for (size_t i = 0; i < sizeof(faults) / sizeof(faults[0]); i++) {
         struct tokenizer *t;
         struct errmsg e = {""};
         struct buf file, changed;
         small_file(&file);
-        replace(file.data, cases[i].from, cases[i].to, &changed);
+        replace(file.data, faults[i].from, faults[i].to, &changed);
         int code = load_text(changed.data, changed.len, &t, &e);
-        cr_expect(code == I || code == U, "%s: %d, %s", cases[i].to, code, e.text);
-        cr_expect(strstr(e.text, cases[i].message) != NULL, "%s: %s", cases[i].to, e.text);
+        cr_expect(code == I || code == U, "%s: %d, %s", faults[i].to, code, e.text);
+        cr_expect(strstr(e.text, faults[i].message) != NULL, "%s: %s", faults[i].to, e.text);
         if (code == 0)
             tokenizer_free(t);
         buf_fini(&file);

@@ -117,9 +117,17 @@ static inline size_t random_chars(struct rng *r, int32_t n, char *out)
     return len;
 }
 
-/* Merges of random neighbours in random text, so that they occur. Then they are shuffled when
- * `orderly` is false: a merge may come before those that make its parts, and a token may be made
- * by several or, for all that its bytes say, by none. */
+static inline bool vocab_has_part(const struct vocab *v, int32_t id)
+{
+    for (int32_t i = 0; i < v->n_merges; i++)
+        if (v->merges[i].left == id || v->merges[i].right == id)
+            return true;
+    return false;
+}
+
+/* Merges of random neighbours in random text, so that they occur. A token may be made by several, and
+ * its own bytes may merge to something else. Each comes after those that make its parts; when
+ * `orderly` is false some change places then. */
 static inline void random_vocab(struct rng *r, bool orderly, struct vocab *v)
 {
     v->n = 256;
@@ -146,6 +154,8 @@ static inline void random_vocab(struct rng *r, bool orderly, struct vocab *v)
         if (end > len || end - at < 2 || vocab_merges(v, parts[0], parts[1]))
             continue;
         int32_t made = vocab_find(v, (unsigned char *)text + at, end - at);
+        if (made >= 0 && vocab_has_part(v, made))
+            continue;
         if (made < 0) {
             made = v->n++;
             memcpy(v->tokens[made].bytes, text + at, end - at);
@@ -153,8 +163,8 @@ static inline void random_vocab(struct rng *r, bool orderly, struct vocab *v)
         }
         v->merges[v->n_merges++] = (struct merge){parts[0], parts[1], made};
     }
-    for (int32_t i = v->n_merges - 1; i > 0 && !orderly; i--) {
-        int32_t k = rng_int(r, i + 1);
+    for (int n = 0; n < 3 && !orderly; n++) {
+        int32_t i = rng_int(r, v->n_merges), k = rng_int(r, v->n_merges);
         struct merge swap = v->merges[i];
         v->merges[i] = v->merges[k];
         v->merges[k] = swap;
