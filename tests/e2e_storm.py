@@ -12,9 +12,10 @@ import time
 from e2e import Conn, Daemon, check, done, is_sanitized, request, skip, until
 
 N_CONNECTIONS = 64
-# Between the first fifth and the end: 8,000 requests, of which 2,400 hang up. Seen are 0.2 to 2.7
-# MiB (a slot or page that the first fifth did not touch). A leak of each hang-up's struct request
-# (4.5 KiB) would be 11 MiB, one of each exchange with its body (0.8 KiB) 6 MiB.
+N_SLOTS, KV_TOKENS = 4, 8192
+# Between the first fifth and the end: 8,000 requests, of which 2,400 hang up; every slot, page and
+# buffer of a step was touched before. A leak of each hang-up's struct request (4.5 KiB) would be
+# 11 MiB, one of each exchange with its body (0.8 KiB) 6 MiB.
 MAX_GROWTH_KIB = 4 * 1024
 
 BODIES = [
@@ -110,15 +111,27 @@ def storm(d, seed, n):
     return statuses, errors
 
 
+def touch_all(d):
+    """Fills the pools: prompts that together hold every slot and page."""
+    def one(first):
+        d.prefill(prompt=[(first + 7 * t) % 2048 for t in range(KV_TOKENS // N_SLOTS)],
+                  logprobs="all")
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(N_SLOTS)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+
+
 def main():
     # Sanitizers make it ten times as slow, and find in fewer requests what they find.
     n = int(sys.argv[1]) if len(sys.argv) > 1 else 2000 if is_sanitized() else 10000
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 1
-    # So few slots and pages that the first storm has touched them all.
-    with Daemon("--state-slots", 4, "--kv-tokens", 8192, "--max-step-tokens", 512,
+    with Daemon("--state-slots", N_SLOTS, "--kv-tokens", KV_TOKENS, "--max-step-tokens", 512,
                 "--log-level", "warn") as d:
         sums = d.pool_sums()
         start = time.monotonic()
+        touch_all(d)
         storm(d, seed, n // 5)
         until(d.is_idle)
         rss = d.rss_kib()
