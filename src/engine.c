@@ -235,6 +235,15 @@ static void engine_end_all(struct engine *en, const char *why)
 
 /* ---- a turn ---- */
 
+static void engine_add(struct engine *en, struct request *r)
+{
+    int rc = sched_add(en->sched, &r->item);
+    if (rc == ERR_FULL)
+        engine_end_request(en, r, OUTCOME_OVERLOAD, "the queue is full");
+    else if (rc != 0)
+        engine_end_request(en, r, OUTCOME_ERROR, "memory is short");
+}
+
 static void engine_take(struct engine *en, int64_t wait_us)
 {
     struct request *batch[TAKE_MAX];
@@ -253,8 +262,8 @@ static void engine_take(struct engine *en, int64_t wait_us)
             engine_end_request(en, r, OUTCOME_ERROR, "device lost");
         else if (atomic_load(&r->cancelled))
             engine_end_request(en, r, OUTCOME_CANCELLED, "cancelled");
-        else if (sched_add(en->sched, &r->item) != 0)
-            engine_end_request(en, r, OUTCOME_OVERLOAD, "the queue is full");
+        else
+            engine_add(en, r);
     }
 }
 

@@ -32,7 +32,4 @@ int errmsg_set(struct errmsg *e, int code, const char *fmt, ...)
 /* Appends to the message, truncating at the buffer's end. e may be NULL. */
 void errmsg_add(struct errmsg *e, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
-/* A short constant name for logs: "nomem", "invalid", ... */
-const char *err_name(int code);
-
 #endif

@@ -165,11 +165,8 @@ static int server_open_http(struct server *s, struct errmsg *e)
     s->api.vocab = s->arch.vocab;
     s->api.max_prompt_tokens = s->sizes.o.max_prompt_tokens;
     s->api.page_tokens = s->sizes.o.page_tokens;
-    int rc = api_open(&s->api, c->api_key_file, e);
-    if (rc == 0 && work_open(c->workers, c->queue_length + c->max_connections, &s->work) != 0)
-        rc = errmsg_set(e, ERR_NOMEM, "cannot start %d worker threads", c->workers);
-    if (rc != 0)
-        return rc;
+    if (work_open(c->workers, c->queue_length + c->max_connections, &s->work) != 0)
+        return errmsg_set(e, ERR_NOMEM, "cannot start %d worker threads", c->workers);
     struct http_config h = {.listen = (const char *const *)c->listen,
                             .n_listen = c->n_listen,
                             .max_connections = c->max_connections,
@@ -308,7 +305,9 @@ static int server_run(struct server *s, struct errmsg *e)
     if (metrics_init(&s->metrics) != 0)
         return EXIT_FAILURE;
     server_name(s);
-    int rc = server_open_checkpoint(s, e);
+    int rc = api_open(&s->api, s->conf.api_key_file, e);
+    if (rc == 0)
+        rc = server_open_checkpoint(s, e);
     if (rc == 0)
         rc = server_size(s, e);
     if (rc != 0)

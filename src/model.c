@@ -79,7 +79,10 @@ int model_open(const struct arch *a, const struct st_set *set, uint64_t seed, st
     if (rc == 0)
         rc = model_make_pools(m);
     if (rc != 0) {
-        errmsg_set(e, rc, "the backend gave no memory for scratch and pools (%zu bytes)",
+        errmsg_set(e, rc,
+                   rc == ERR_NOMEM
+                       ? "the backend gave no memory for scratch and pools (%zu bytes)"
+                       : "the backend refused scratch or pools (%zu bytes)",
                    sizes->scratch_bytes + sizes->slots_bytes + sizes->pages_bytes);
         goto fail;
     }
@@ -266,7 +269,6 @@ int model_launch(struct model *m, const struct batch_host *h, struct row_result 
     int rc = ops->step_begin(m->b, h, &b);
     if (rc != 0)
         return rc;
-    ops->chunk_map(m->b, &b);
     struct op_embed embed = {.b = &b, .w = &m->w.embed, .x = m->scratch[SCRATCH_X]};
     ops->embed(m->b, &embed);
     model_layers(m, &b);
@@ -319,11 +321,6 @@ void model_set_tap(struct model *m, void (*tap)(void *arg, int32_t layer, const 
 {
     m->tap = tap;
     m->tap_arg = arg;
-}
-
-const struct arch *model_arch(const struct model *m)
-{
-    return m->a;
 }
 
 const struct model_sizes *model_sizes_of(const struct model *m)

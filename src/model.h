@@ -64,7 +64,6 @@ int model_kv_read(struct model *m, int32_t i_attn, const int32_t *pages, int32_t
 void model_set_tap(struct model *m, void (*tap)(void *arg, int32_t layer, const float *x),
                    void *arg);
 
-const struct arch *model_arch(const struct model *m);
 const struct model_sizes *model_sizes_of(const struct model *m);
 
 #endif

@@ -50,7 +50,9 @@ def test_start(tmp):
                        (["--model", MODEL, "--nonsense", "1"], "nonsense"),
                        (["--model", MODEL, "--listen", "nowhere"], "nowhere"),
                        (["--model", MODEL, "--listen", "127.0.0.1:0", "--api-key-file",
-                         "/nonexistent"], "/nonexistent")):
+                         "/nonexistent"], "/nonexistent"),
+                       (["--model", MODEL, "--check", "--api-key-file", "/nonexistent"],
+                        "/nonexistent")):
         r = subprocess.run([PREFILLD, *args], stderr=subprocess.PIPE, text=True, check=False,
                            timeout=60)
         check(r.returncode == 78 and word in r.stderr, f"{args[-2:]}: exit 78", r.stderr)

@@ -29,7 +29,6 @@ struct reference {
 
 static struct reference refs[N_PROMPTS];
 
-/* Numbers differ when one computation is changed on purpose: the control of the comparison. */
 static bool same_bits(const struct request *r, const struct reference *ref)
 {
     size_t n = (size_t)ref->n;

@@ -49,24 +49,6 @@ static double run_once(struct fixture *f, int32_t n, int32_t len, int32_t repeat
     return seconds;
 }
 
-static int open_dummy(struct fixture *f, const char *dir, struct model_options *o,
-                      int32_t threads)
-{
-    struct errmsg e = {{0}};
-    memset(f, 0, sizeof(*f));
-    f->backend.ops = backend_find("cpu", &e);
-    int rc = f->backend.ops->open(&f->backend, threads, &e);
-    if (rc == 0)
-        rc = arch_read(dir, &f->arch, &e);
-    if (rc == 0)
-        rc = model_size(&f->arch, NULL, &f->backend, o, &f->sizes, &e);
-    if (rc == 0)
-        rc = model_open(&f->arch, NULL, 1, &f->backend, &f->sizes, NULL, NULL, &f->model, &e);
-    if (rc != 0)
-        fprintf(stderr, "%s: %s\n", dir, e.text);
-    return rc;
-}
-
 int main(int argc, char **argv)
 {
     if (argc < 6) {
@@ -78,8 +60,7 @@ int main(int argc, char **argv)
         .max_step_tokens = 8192, .max_seqs = 64, .page_tokens = 64, .kv_tokens = 65536};
     struct engine_config c = {.max_waiting = 64};
     int32_t threads = atoi(argv[3]), repeats = atoi(argv[4]);
-    int rc = strcmp(argv[2], "dummy") == 0 ? open_dummy(&f, argv[1], &o, threads)
-                                           : fixture_open(&f, argv[1], &o, threads);
+    int rc = fixture_open_as(&f, argv[1], &o, threads, strcmp(argv[2], "dummy") == 0);
     if (rc != 0 || fixture_open_engine(&f, &c) != 0 || repeats < 1 || repeats > MAX_REPEATS)
         return 1;
     for (int i = 5; i < argc; i++) {
