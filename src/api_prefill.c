@@ -11,7 +11,7 @@
 enum {
     DEFAULT_TOP = 5,
     MAX_DEADLINE_MS = 86400000,
-    MAX_PRIORITY = 1000,
+    MAX_PRIORITY = SCHED_MAX_PRIORITY,
     /* A text that is too long is counted to its end, so that the refusal can say how long it is,
      * unless it has more bytes than these and these for each accepted token (prose has 4). */
     COUNT_BYTES = 1 << 20,

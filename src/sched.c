@@ -1,4 +1,4 @@
-/* Three binary heaps over one table of entries: the waiting and the running by rank, and those
+/* Three heaps, four children a node, over one table of entries: the waiting and the running by rank, and those
  * with a deadline by deadline. Heap nodes carry their keys, and places in the heaps are kept in
  * arrays of their own: items lie in requests, some kilobytes apart, and touching one for each
  * level of a heap would cost a cache miss each. */
@@ -7,12 +7,17 @@
 #include <assert.h>
 #include <stdlib.h>
 
+enum { WAYS = 4 }; /* children of a node; with nodes of 16 bytes one line of the cache */
+
+/* Ordered as one number of 128 bits: priority, key, seq, and below them the entry. */
 struct node {
-    int64_t key_us;
-    uint64_t seq;
-    int32_t priority;
-    int32_t i_entry;
+    uint64_t rank; /* priority above the key's KEY_BITS */
+    uint64_t tie;  /* seq above the entry's ENTRY_BITS */
 };
+
+enum { KEY_BITS = 53, ENTRY_BITS = 22 };
+#define KEY_MAX ((INT64_C(1) << KEY_BITS) - 1) /* 285 years of microseconds */
+#define ENTRY_MAX ((INT32_C(1) << ENTRY_BITS) - 1)
 
 struct heap {
     struct node *nodes; /* [cap] */
@@ -41,36 +46,60 @@ struct sched {
 
 /* ---- heaps ---- */
 
+static struct node node_make(int32_t priority, int64_t key_us, uint64_t seq, int32_t i_entry)
+{
+    int64_t key = key_us < KEY_MAX ? key_us : KEY_MAX;
+    return (struct node){(uint64_t)(priority + SCHED_MAX_PRIORITY) << KEY_BITS | (uint64_t)key,
+                         seq << ENTRY_BITS | (uint64_t)i_entry};
+}
+
+static int32_t entry_of(const struct node *x)
+{
+    return (int32_t)(x->tie & ENTRY_MAX);
+}
+
 /* Without branches: which of two children comes first is a coin toss. */
 static bool comes_before(const struct node *a, const struct node *b)
 {
-    return (a->priority < b->priority) |
-           ((a->priority == b->priority) &
-            ((a->key_us < b->key_us) | ((a->key_us == b->key_us) & (a->seq < b->seq))));
+    return ((unsigned __int128)a->rank << 64 | a->tie) <
+           ((unsigned __int128)b->rank << 64 | b->tie);
 }
 
 static void heap_set(struct heap *h, int32_t i, const struct node *x)
 {
     h->nodes[i] = *x;
-    h->place[x->i_entry] = i;
+    h->place[entry_of(x)] = i;
 }
 
 /* Puts x at i or higher up. */
 static void heap_rise(struct heap *h, int32_t i, struct node x)
 {
-    while (i > 0 && comes_before(&x, &h->nodes[(i - 1) / 2])) {
-        heap_set(h, i, &h->nodes[(i - 1) / 2]);
-        i = (i - 1) / 2;
-    }
+    for (int32_t up; i > 0 && comes_before(&x, &h->nodes[up = (i - 1) / WAYS]); i = up)
+        heap_set(h, i, &h->nodes[up]);
     heap_set(h, i, &x);
+}
+
+/* The first in rank of the children of i, or -1. */
+static int32_t first_child(const struct heap *h, int32_t i)
+{
+    int32_t child = WAYS * i + 1, end = child + WAYS;
+    if (child >= h->n)
+        return -1;
+    if (end <= h->n) { /* of two pairs the winners: shorter than one after another */
+        int32_t a = child + comes_before(&h->nodes[child + 1], &h->nodes[child]);
+        int32_t b = child + 2 + comes_before(&h->nodes[child + 3], &h->nodes[child + 2]);
+        return comes_before(&h->nodes[b], &h->nodes[a]) ? b : a;
+    }
+    int32_t first = child;
+    while (++child < h->n)
+        first = comes_before(&h->nodes[child], &h->nodes[first]) ? child : first;
+    return first;
 }
 
 /* Puts x at i or further down. */
 static void heap_sink(struct heap *h, int32_t i, struct node x)
 {
-    for (int32_t child; (child = 2 * i + 1) < h->n; i = child) {
-        if (child + 1 < h->n)
-            child += comes_before(&h->nodes[child + 1], &h->nodes[child]);
+    for (int32_t child; (child = first_child(h, i)) >= 0; i = child) {
         if (!comes_before(&h->nodes[child], &x))
             break;
         heap_set(h, i, &h->nodes[child]);
@@ -93,7 +122,7 @@ static void heap_remove(struct heap *h, int32_t i_entry)
     h->place[i_entry] = -1;
     if (i == h->n)
         return;
-    if (i > 0 && comes_before(&last, &h->nodes[(i - 1) / 2]))
+    if (i > 0 && comes_before(&last, &h->nodes[(i - 1) / WAYS]))
         heap_rise(h, i, last);
     else
         heap_sink(h, i, last);
@@ -157,7 +186,7 @@ static int64_t key_of(const struct sched *s, const struct entry *e)
 static struct node node_of(const struct sched *s, int32_t i_entry)
 {
     const struct entry *e = &s->entries[i_entry];
-    return (struct node){key_of(s, e), e->item->seq, e->item->priority, i_entry};
+    return node_make(e->item->priority, key_of(s, e), e->item->seq, i_entry);
 }
 
 static void drop(struct sched *s, int32_t i_entry)
@@ -175,8 +204,9 @@ static void drop(struct sched *s, int32_t i_entry)
 static void rank_anew(struct sched *s, struct heap *h)
 {
     for (int32_t i = 0; i < h->n; i++)
-        h->nodes[i].key_us = key_of(s, &s->entries[h->nodes[i].i_entry]);
-    for (int32_t i = h->n / 2 - 1; i >= 0; i--)
+        h->nodes[i].rank = (h->nodes[i].rank & ~(uint64_t)KEY_MAX) |
+                           (uint64_t)key_of(s, &s->entries[entry_of(&h->nodes[i])]);
+    for (int32_t i = (h->n - 2) / WAYS; h->n > 1 && i >= 0; i--)
         heap_sink(h, i, h->nodes[i]);
 }
 
@@ -197,7 +227,8 @@ static void use_rate(struct sched *s, double rate)
 int sched_open(const struct sched_config *c, struct sched **out)
 {
     *out = NULL;
-    if (c->max_step_tokens < SCHED_ALIGN_TOKENS || c->max_seqs < 1 || c->max_waiting < 1)
+    if (c->max_step_tokens < SCHED_ALIGN_TOKENS || c->max_seqs < 1 || c->max_waiting < 1 ||
+        c->max_waiting > ENTRY_MAX)
         return ERR_INVALID;
     struct sched *s = calloc(1, sizeof(*s));
     if (!s)
@@ -226,9 +257,11 @@ void sched_close(struct sched *s)
 int sched_add(struct sched *s, struct sched_item *item)
 {
     assert(item->n_planned >= 0 && item->n_planned < item->n_tokens);
+    assert(item->priority >= -SCHED_MAX_PRIORITY && item->priority <= SCHED_MAX_PRIORITY);
+    assert(item->arrival_us >= 0 && item->deadline_us >= 0);
     if (s->waiting.n >= s->c.max_waiting)
         return ERR_FULL;
-    if (s->n_free == 0 && grow(s, s->cap + s->cap / 2 + 1))
+    if (s->n_free == 0 && (s->cap > ENTRY_MAX / 2 || grow(s, s->cap + s->cap / 2 + 1)))
         return ERR_NOMEM;
     int32_t i = s->free_entries[--s->n_free];
     s->entries[i] =
@@ -237,7 +270,7 @@ int sched_add(struct sched *s, struct sched_item *item)
     s->backlog_tokens += s->entries[i].n_left;
     heap_add(&s->waiting, node_of(s, i));
     if (item->deadline_us)
-        heap_add(&s->deadlines, (struct node){item->deadline_us, item->seq, 0, i});
+        heap_add(&s->deadlines, node_make(0, item->deadline_us, item->seq, i));
     return 0;
 }
 
@@ -249,9 +282,9 @@ void sched_remove(struct sched *s, struct sched_item *item)
 
 struct sched_item *sched_pop_expired(struct sched *s, int64_t now_us)
 {
-    if (s->deadlines.n == 0 || s->deadlines.nodes[0].key_us > now_us)
+    if (s->deadlines.n == 0 || (int64_t)(s->deadlines.nodes[0].rank & KEY_MAX) > now_us)
         return NULL;
-    struct sched_item *item = s->entries[s->deadlines.nodes[0].i_entry].item;
+    struct sched_item *item = s->entries[entry_of(&s->deadlines.nodes[0])].item;
     drop(s, item->i_entry);
     return item;
 }
@@ -261,7 +294,7 @@ struct sched_item *sched_pop_expired(struct sched *s, int64_t now_us)
 static struct heap *next_heap(struct sched *s, int32_t n_slots, int32_t n_pages)
 {
     bool can_admit = s->waiting.n > 0 && n_slots > 0 &&
-                     s->entries[s->waiting.nodes[0].i_entry].n_pages <= n_pages;
+                     s->entries[entry_of(&s->waiting.nodes[0])].n_pages <= n_pages;
     if (s->running.n == 0)
         return can_admit ? &s->waiting : NULL;
     if (can_admit && comes_before(&s->waiting.nodes[0], &s->running.nodes[0]))
@@ -310,21 +343,21 @@ int32_t sched_plan(struct sched *s, const struct sched_room *room, struct sched_
     int32_t n = 0;
     struct heap *from = next_heap(s, n_slots, n_pages);
     while (from && n < s->c.max_seqs && left >= SCHED_ALIGN_TOKENS) {
-        struct node first = from->nodes[0];
+        uint64_t priority = from->nodes[0].rank >> KEY_BITS;
+        int32_t i_entry = entry_of(&from->nodes[0]);
         bool is_first = from == &s->waiting;
-        __builtin_prefetch(&s->entries[first.i_entry].item->n_planned, 1);
-        heap_remove(from, first.i_entry);
+        __builtin_prefetch(&s->entries[i_entry].item->n_planned, 1);
+        heap_remove(from, i_entry);
         if (is_first) {
             n_slots--;
-            n_pages -= s->entries[first.i_entry].n_pages;
+            n_pages -= s->entries[i_entry].n_pages;
         }
         from = next_heap(s, n_slots, n_pages);
         /* Those with a piece already rank before: the same or a better priority. Of those
          * behind, the next one has the best. */
         bool is_shared =
-            n > 0 || (from && s->c.max_seqs > 1 && from->nodes[0].priority == first.priority);
-        pieces[n] =
-            cut(s, first.i_entry, is_shared && shared_limit < left ? shared_limit : left);
+            n > 0 || (from && s->c.max_seqs > 1 && from->nodes[0].rank >> KEY_BITS == priority);
+        pieces[n] = cut(s, i_entry, is_shared && shared_limit < left ? shared_limit : left);
         pieces[n].is_first = is_first;
         left -= pieces[n++].n_tokens;
     }

@@ -32,7 +32,7 @@
 
 #include "err.h"
 
-enum { SCHED_ALIGN_TOKENS = 64 };
+enum { SCHED_ALIGN_TOKENS = 64, SCHED_MAX_PRIORITY = 1000 };
 #define SCHED_MAX_SERVICE_US INT64_C(1000000000000000) /* 31 years */
 
 enum sched_policy { SCHED_SHORT_FIRST, SCHED_FCFS };
@@ -41,7 +41,7 @@ struct sched_config {
     enum sched_policy policy;
     int32_t max_step_tokens; /* >= 64 */
     int32_t max_seqs;        /* pieces of a step; >= 1 */
-    int32_t max_waiting;     /* capacity of the waiting set; >= 1 */
+    int32_t max_waiting;     /* capacity of the waiting set; 1 to 2^22 - 1 */
 };
 
 /* One request as the scheduler sees it. Embedded in struct request. */
@@ -49,10 +49,10 @@ struct sched_item {
     /* set by the caller before sched_add, constant afterwards */
     int64_t arrival_us;
     int64_t deadline_us; /* 0: none */
-    int32_t priority;
-    int32_t n_tokens;  /* of the prompt */
-    int32_t n_pages;   /* the whole prompt takes */
-    uint64_t seq;      /* order of arrival; breaks ties */
+    int32_t priority;    /* -SCHED_MAX_PRIORITY..SCHED_MAX_PRIORITY */
+    int32_t n_tokens;    /* of the prompt */
+    int32_t n_pages;     /* the whole prompt takes */
+    uint64_t seq;        /* order of arrival, under 2^42; breaks ties */
     int32_t n_planned; /* tokens in pieces so far; before sched_add: what was cached, less than
                           n_tokens; then the scheduler's */
     int32_t i_entry;   /* the scheduler's: place in its table; -1 when neither waits nor runs
