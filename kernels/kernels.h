@@ -139,6 +139,175 @@ struct k_gdn_norm {
 };
 cudaError_t k_gdn_norm(const struct k_gdn_norm *a, cudaStream_t stream);
 
+struct k_attn_dims {
+    int32_t HQ, HK;  /* query and KV heads; HQ a multiple of HK, HQ / HK at most 64 */
+    int32_t D;       /* head dim, 256 */
+    int32_t rot_dim; /* leading dims that rotate, a multiple of 16, at most D */
+    int32_t ld;      /* row length of the projection, a multiple of 8 */
+};
+
+/* One attention layer's pages: for each page and KV head, blocks of 64 positions, each of D / 64
+ * panels of 64 dims: [n_pages, HK, P / 64, D / 64, 64, 64] bf16, 16-byte unit u of a panel's row
+ * r lying at u ^ (r & 7) (the tile of tile.cuh). k_kv_offset says where a position's dim is. */
+struct k_kv_pages {
+    int32_t n_pages;
+    int32_t page_tokens;       /* P, a multiple of 64 */
+    int32_t max_pages;         /* row length of page_table */
+    const int32_t *page_table; /* [N, max_pages] page ids, good for every position in use */
+    void *k, *v;               /* 1024-byte aligned */
+};
+
+/* Element of (page, KV head, position in the page, dim) in k or v. */
+static inline int64_t k_kv_offset(const struct k_attn_dims *d, int32_t page_tokens,
+                                  int32_t page, int32_t head, int32_t pos, int32_t dim)
+{
+    int64_t panel =
+        (((int64_t)page * d->HK + head) * (page_tokens / 64) + pos / 64) * (d->D / 64) +
+        dim / 64;
+    return panel * 4096 + (pos % 64) * 64 + (((dim % 64 / 8) ^ (pos % 8)) * 8) + dim % 8;
+}
+
+/* q and k: norm over D, then rotation by start + index in the piece; k and v go to their pages;
+ * backend.h op_attn_prep. */
+struct k_attn_prep {
+    struct k_batch b; /* with its chunk map */
+    struct k_attn_dims d;
+    struct k_kv_pages kv; /* written at the batch's positions */
+    float eps;
+    void *p; /* [T, ld] bf16: q | gate | k | v; the q columns are replaced */
+    const float *q_norm, *k_norm; /* [D], hold 1 + w */
+    const float *inv_freq;        /* [rot_dim / 2] */
+};
+cudaError_t k_attn_prep(const struct k_attn_prep *a, cudaStream_t stream);
+
+/* o = softmax(q k^T / sqrt(D), causal) v * sigmoid(gate); backend.h op_attn. Positions past a
+ * sequence's last token are never read. The bits of a token depend on its own position and what
+ * the pages hold up to it alone (all of it finite): not on the batch, the pages, or any cut. */
+struct k_attn {
+    const struct k_device *dev; /* host memory */
+    struct k_batch b;           /* with its chunk map */
+    struct k_attn_dims d;
+    struct k_kv_pages kv;
+    const void *p; /* [T, ld] bf16, after k_attn_prep */
+    void *o;       /* out [T, HQ * D] bf16 */
+    int32_t body;  /* a K_ATTN_ value; tests and benchmarks pick one, else AUTO */
+};
+enum { K_ATTN_AUTO, K_ATTN_PORTABLE, K_ATTN_HOPPER };
+cudaError_t k_attn(const struct k_attn *a, cudaStream_t stream);
+
+enum { K_MOE_MAX_EXPERTS = 512, K_MOE_MAX_TOP = 16, K_MOE_TILE = 128 };
+
+/* Softmax over E in f32, the top_k largest (ties: lower id), renormed or not; op_moe_route. The
+ * caller makes the logits (h times the router's weight, f32 out). */
+struct k_moe_route {
+    int32_t n_rows;
+    int32_t E;           /* at most K_MOE_MAX_EXPERTS */
+    int32_t top_k;       /* at most E and K_MOE_MAX_TOP */
+    int32_t renorm;      /* 0, 1 */
+    const float *logits; /* [n_rows, E] f32 */
+    int32_t *ids;        /* out [n_rows, top_k], by weight, largest first */
+    float *weights;      /* out [n_rows, top_k] */
+};
+cudaError_t k_moe_route(const struct k_moe_route *a, cudaStream_t stream);
+
+/* Which rows each expert has. A place is a (row, choice) pair; places are sorted by expert, in
+ * row order inside one. Tile i is up to K_MOE_TILE places of one expert. */
+struct k_moe_list {
+    int32_t n_rows, top_k, E;
+    int32_t max_tiles; /* ceil(n_rows * top_k / K_MOE_TILE) + E: sizes the grids */
+    int32_t *first;    /* [E + 1] first place of each expert */
+    int32_t *rows;     /* [n_rows * top_k] row of each place */
+    int32_t *place;    /* [n_rows, top_k] place of each choice */
+    int32_t *tiles;    /* [max_tiles, 2] expert, first place */
+    int32_t *n_tiles;  /* [1] */
+    int32_t *counts;   /* private */
+};
+
+/* Workspace of a list, and the list laid out in such a workspace (nothing is launched). */
+size_t k_moe_list_bytes(int64_t n_rows, int32_t top_k, int32_t E);
+void k_moe_list_make(struct k_moe_list *list, void *work, int32_t n_rows, int32_t top_k,
+                     int32_t E);
+
+/* Fills the list from the chosen ids. */
+struct k_moe_sort {
+    struct k_moe_list list;
+    const int32_t *ids; /* [n_rows, top_k], 0 .. E - 1 */
+};
+cudaError_t k_moe_sort(const struct k_moe_sort *a, cudaStream_t stream);
+
+/* c[i] = a[i or rows[i]] w[expert of place i]^T for every place i of the list. With swiglu, w is
+ * gate rows | up rows and c = silu(gate) * up from the f32 sums, rows / 2 columns. A place's
+ * bits depend on its own row and expert alone: k in ascending steps of 16, never split. */
+struct k_moe_gemm {
+    struct k_moe_list list; /* filled */
+    int32_t gather; /* 1: a is [n_rows, cols], place i reads row rows[i]; 0: [places, cols] */
+    int32_t swiglu; /* 0, 1 */
+    int32_t rows;   /* outputs; a multiple of 8, with swiglu of 16 */
+    int32_t cols;   /* inputs; a multiple of 8 */
+    const void *a;  /* bf16 */
+    const void *w;  /* [E, rows, cols] bf16 */
+    void *c;        /* out [places, swiglu ? rows / 2 : rows] bf16 */
+};
+cudaError_t k_moe_gemm(const struct k_moe_gemm *a, cudaStream_t stream);
+
+/* y = sum over choices, in order, of weight * down[place], + shared * sigmoid(h . shared_gate);
+ * f32 until y. */
+struct k_moe_combine {
+    struct k_moe_list list;   /* filled */
+    int32_t M;                /* a multiple of 8, at most 8192 */
+    const float *weights;     /* [n_rows, top_k] */
+    const void *down;         /* [places, M] bf16 */
+    const void *shared;       /* [n_rows, M] bf16, or NULL */
+    const void *h;            /* [n_rows, M] bf16; with shared */
+    const float *shared_gate; /* [M]; with shared */
+    void *y;                  /* out [n_rows, M] bf16; may be shared itself */
+};
+cudaError_t k_moe_combine(const struct k_moe_combine *a, cudaStream_t stream);
+
+enum { K_TOP_MAX = 20 };
+
+/* struct row_result of backend.h. */
+struct k_row_result {
+    float lse;
+    float target_logprob;
+    int32_t top_id[K_TOP_MAX];
+    float top_logprob[K_TOP_MAX];
+    int32_t n_bad;
+};
+
+/* h[r] = rmsnorm(x[rows[r]]) * w. */
+struct k_head_norm {
+    int32_t n_rows;
+    int32_t M; /* a multiple of 8, at most 8192 */
+    float eps;
+    const int32_t *rows; /* [n_rows] */
+    const float *x;      /* [T, M] f32 */
+    const float *w;      /* [M], holds 1 + w */
+    void *h;             /* out [n_rows, M] bf16 */
+};
+cudaError_t k_head_norm(const struct k_head_norm *a, cudaStream_t stream);
+
+/* Log-sum-exp, the target's logprob, candidates and the count of NaN and infinite logits for a
+ * block of rows; backend.h op_head. A row's bits do not depend on its block. The caller makes the
+ * logits in blocks of rows (h times the head's weight, f32 out). */
+struct k_head_reduce {
+    int32_t n_rows;
+    int32_t vocab;
+    int32_t ld;               /* row length of logits, a multiple of 4, >= vocab */
+    const float *logits;      /* [n_rows, ld] f32 */
+    const int32_t *targets;   /* [n_rows] token, or -1 */
+    const int32_t *row_top;   /* [n_rows] candidates wanted, 0..K_TOP_MAX */
+    struct k_row_result *out; /* [n_rows] */
+};
+cudaError_t k_head_reduce(const struct k_head_reduce *a, cudaStream_t stream);
+
+/* Every byte 0xff: NaN as f32 and bf16, -1 as int32. */
+cudaError_t k_fill_nan(void *p, size_t bytes, cudaStream_t stream);
+
+/* bf16 p[i] = std * normal(seed, first + i), a counter-based hash: parts can be made alone. */
+cudaError_t k_fill_normal(void *p, int64_t n, int64_t first, uint64_t seed, float std,
+                          cudaStream_t stream);
+
 #ifdef __cplusplus
 }
 #endif
