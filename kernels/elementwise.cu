@@ -13,31 +13,6 @@
 
 enum { ROW_THREADS = 256, ROW_MAX_VEC = 4 };
 
-__device__ static void unpack8(uint4 u, float f[8])
-{
-    f[0] = lo2(u.x), f[1] = hi2(u.x), f[2] = lo2(u.y), f[3] = hi2(u.y);
-    f[4] = lo2(u.z), f[5] = hi2(u.z), f[6] = lo2(u.w), f[7] = hi2(u.w);
-}
-
-__device__ static uint4 pack8(const float f[8])
-{
-    return make_uint4(pack2(f[0], f[1]), pack2(f[2], f[3]), pack2(f[4], f[5]),
-                      pack2(f[6], f[7]));
-}
-
-__device__ static void load8(const float *p, float f[8])
-{
-    float4 a = ((const float4 *)p)[0], b = ((const float4 *)p)[1];
-    f[0] = a.x, f[1] = a.y, f[2] = a.z, f[3] = a.w;
-    f[4] = b.x, f[5] = b.y, f[6] = b.z, f[7] = b.w;
-}
-
-__device__ static void store8(float *p, const float f[8])
-{
-    ((float4 *)p)[0] = make_float4(f[0], f[1], f[2], f[3]);
-    ((float4 *)p)[1] = make_float4(f[4], f[5], f[6], f[7]);
-}
-
 __global__ static void __launch_bounds__(ROW_THREADS) embed_kernel(struct k_embed a)
 {
     size_t t = blockIdx.x;

@@ -16,6 +16,12 @@
 extern "C" {
 #endif
 
+#ifdef __CUDACC__
+#define K_BOTH_SIDES __host__ __device__
+#else
+#define K_BOTH_SIDES
+#endif
+
 enum { K_CHUNK = 64, K_MAX_SEQS = 4096 };
 
 /* What the launchers need to know of the card; filled once at start. */
@@ -158,8 +164,9 @@ struct k_kv_pages {
 };
 
 /* Element of (page, KV head, position in the page, dim) in k or v. */
-static inline int64_t k_kv_offset(const struct k_attn_dims *d, int32_t page_tokens,
-                                  int32_t page, int32_t head, int32_t pos, int32_t dim)
+K_BOTH_SIDES static inline int64_t k_kv_offset(const struct k_attn_dims *d, int32_t page_tokens,
+                                               int32_t page, int32_t head, int32_t pos,
+                                               int32_t dim)
 {
     int64_t panel =
         (((int64_t)page * d->HK + head) * (page_tokens / 64) + pos / 64) * (d->D / 64) +
@@ -214,7 +221,7 @@ cudaError_t k_moe_route(const struct k_moe_route *a, cudaStream_t stream);
  * row order inside one. Tile i is up to K_MOE_TILE places of one expert. */
 struct k_moe_list {
     int32_t n_rows, top_k, E;
-    int32_t max_tiles; /* ceil(n_rows * top_k / K_MOE_TILE) + E: sizes the grids */
+    int32_t max_tiles; /* the most there can be; sizes the grids */
     int32_t *first;    /* [E + 1] first place of each expert */
     int32_t *rows;     /* [n_rows * top_k] row of each place */
     int32_t *place;    /* [n_rows, top_k] place of each choice */
@@ -254,7 +261,7 @@ cudaError_t k_moe_gemm(const struct k_moe_gemm *a, cudaStream_t stream);
  * f32 until y. */
 struct k_moe_combine {
     struct k_moe_list list;   /* filled */
-    int32_t M;                /* a multiple of 8, at most 8192 */
+    int32_t M;                /* a multiple of 8 */
     const float *weights;     /* [n_rows, top_k] */
     const void *down;         /* [places, M] bf16 */
     const void *shared;       /* [n_rows, M] bf16, or NULL */

@@ -1,0 +1,73 @@
+/* What the attention kernels share: the head dim they are made for, the tiling of query rows,
+ * and where a block of keys lies. */
+#ifndef PREFILLD_ATTN_CUH
+#define PREFILLD_ATTN_CUH
+
+#include "tile.cuh"
+
+/* Keys are taken 64 at a time, at absolute multiples of 64. */
+enum { ATTN_D = 256, KV_BLOCK = 64, PANELS = ATTN_D / 64, KV_BYTES = PANELS * TILE_BYTES };
+
+/* exp(x / sqrt(D)) = exp2(x * ATTN_SCALE). */
+#define ATTN_SCALE (1.4426950408889634f / 16)
+
+/* Query rows of a chunk and KV head are (token, query head of the group), token first; a tile
+ * takes some of them. Row r is token r / ratio. */
+struct attn_tile {
+    int kv_head, ratio;
+    int seq;
+    int tok;    /* token in the batch that row 0 of the chunk belongs to */
+    int pos;    /* its absolute position */
+    int row0;   /* first row of the tile */
+    int n_rows; /* rows of the tile, 0: nothing to do */
+    int last;   /* position of the tile's last row: keys up to it are read */
+};
+
+/* Tile `i` of ceil(64 * ratio / rows) of the chunk; the map's last chunks come first, since
+ * later positions have more keys. */
+__device__ static inline struct attn_tile attn_tile_at(const struct k_batch *b,
+                                                       const struct k_attn_dims *d, int rows)
+{
+    struct attn_tile t;
+    t.ratio = d->HQ / d->HK;
+    int n_tiles = (K_CHUNK * t.ratio + rows - 1) / rows;
+    int i = gridDim.x - 1 - blockIdx.x, chunk = i / (n_tiles * d->HK);
+    t.kv_head = i / n_tiles % d->HK;
+    t.row0 = i % n_tiles * rows;
+    t.seq = b->chunk_seq[chunk];
+    t.tok = b->chunk_tok[chunk];
+    int first = b->cu_seqlens[t.seq], end = b->cu_seqlens[t.seq + 1];
+    t.pos = b->start[t.seq] + t.tok - first;
+    t.n_rows = min(min(end - t.tok, (int)K_CHUNK) * t.ratio - t.row0, rows);
+    t.last = t.pos + (t.row0 + t.n_rows - 1) / t.ratio;
+    return t;
+}
+
+static inline int64_t attn_grid(const struct k_batch *b, const struct k_attn_dims *d, int rows)
+{
+    return b->n_chunks * d->HK * ceil_div((int64_t)K_CHUNK * (d->HQ / d->HK), rows);
+}
+
+/* Element of dim 0 of a row (which must exist) in q, and in o when ld = HQ * D. */
+__device__ static inline int64_t attn_row_at(const struct attn_tile *t, int64_t ld, int r)
+{
+    int i = (t->row0 + r) / t->ratio, head = t->kv_head * t->ratio + (t->row0 + r) % t->ratio;
+    return (t->tok + i) * ld + head * ATTN_D;
+}
+
+/* The panels of keys (or values) from position `pos`, a multiple of 64, on. */
+__device__ static inline int64_t kv_block_at(const struct k_kv_pages *kv,
+                                             const struct k_attn_dims *d, int page, int head,
+                                             int pos)
+{
+    return k_kv_offset(d, kv->page_tokens, page, head, pos % kv->page_tokens, 0);
+}
+
+static inline bool attn_dims_ok(const struct k_attn_dims *d, const struct k_kv_pages *kv)
+{
+    return d->D == ATTN_D && d->HK > 0 && d->HQ > 0 && d->HQ % d->HK == 0 &&
+           d->HQ / d->HK <= 64 && d->ld % 8 == 0 && d->ld >= (2 * d->HQ + 2 * d->HK) * ATTN_D &&
+           kv->page_tokens > 0 && kv->page_tokens % 64 == 0;
+}
+
+#endif
