@@ -289,7 +289,23 @@ struct backend_limits {
 struct backend {
     const struct backend_ops *ops;
     enum dtype act;
-    void *impl; /* private */
+    void *impl;       /* private */
+    const char *lost; /* why the device was lost, in words; NULL: it was not. The backend's */
+};
+
+/* One operation of a step. */
+struct step_span {
+    const char *name;
+    float us;
+};
+
+/* How a step ran, on the device's clock. */
+struct step_times {
+    float gap_us;    /* the device idle before it, since the step before it ended; negative: it
+                        was launched after that, so idling was not the backend's doing */
+    float device_us; /* from the begin of its first operation to the end of its last */
+    int32_t n_spans; /* while tracing: its operations in order, back to back */
+    const struct step_span *spans; /* borrowed until the next step_done */
 };
 
 struct backend_ops {
@@ -308,6 +324,11 @@ struct backend_ops {
     int (*upload)(struct backend *b, void *dst, const void *src_host, size_t bytes);
     int (*download)(struct backend *b, void *dst_host, const void *src, size_t bytes);
 
+    /* Whether the operations take these sizes (gd, ad NULL: the model has no such layer). Returns
+     * 0, or ERR_UNSUPPORTED with what was found and what is accepted. */
+    int (*check)(struct backend *b, const struct gdn_dims *gd, const struct attn_dims *ad,
+                 const struct backend_limits *l, struct errmsg *e);
+
     /* Makes the private form of n_mats * rows rows given by parts in order. Set-up only. Parts
      * of different dtypes make an f32 weight (an embedding's parts must be of one).
      * weight_bytes: what it will take, before anything is allocated. */
@@ -316,6 +337,11 @@ struct backend_ops {
     int (*weight_make)(struct backend *b, const struct weight_part *parts, int32_t n_parts,
                        int32_t n_mats, int32_t rows, int32_t cols, unsigned use,
                        struct weight *out, struct errmsg *e);
+    /* The same with seeded random bf16 rows of that standard deviation, made where the weight
+     * lies. NULL: the caller makes rows on the host. */
+    int (*weight_random)(struct backend *b, int32_t n_mats, int32_t rows, int32_t cols,
+                         unsigned use, uint64_t seed, float std, struct weight *out,
+                         struct errmsg *e);
     void (*weight_free)(struct backend *b, struct weight *w);
 
     /* Workspace of the operations and of the metadata ring, for these limits. */
@@ -333,6 +359,10 @@ struct backend_ops {
     /* 1: the oldest step's results are in host memory; 0: not yet (only when !wait); negative
      * enum err: the device is lost. */
     int (*step_done)(struct backend *b, bool wait);
+    /* Times of the step that step_done gave last. NULL: the backend keeps none. Tracing adds
+     * spans; it costs device time and is for looking. Returns 0 or ERR_NOMEM. */
+    void (*step_times)(struct backend *b, struct step_times *out);
+    int (*trace)(struct backend *b, bool on);
 
     void (*embed)(struct backend *b, const struct op_embed *a);
     void (*rmsnorm)(struct backend *b, const struct op_rmsnorm *a);
@@ -372,10 +402,15 @@ struct backend_ops {
                         int32_t page);
 };
 
-/* The table of a backend by name: "cpu", "cuda" or "auto". NULL: not in this build or not on
- * this machine, and e says which. */
+/* The table of a backend by name: "cpu", "cuda" or "auto": cuda where this build has it and a
+ * driver is installed, whether or not that works (open says), else cpu. NULL: not in this build,
+ * and e says so. */
 const struct backend_ops *backend_find(const char *name, struct errmsg *e);
 
 extern const struct backend_ops backend_cpu_ops;
+/* In builds with CUDA alone. */
+extern const struct backend_ops backend_cuda_ops;
+/* Whether an NVIDIA driver is installed, working or not. */
+bool cuda_has_driver(void);
 
 #endif

@@ -298,7 +298,8 @@ static void engine_end_expired(struct engine *en)
 static void engine_lose_device(struct engine *en)
 {
     if (!en->is_lost)
-        log_error("event=device_lost step=%lld", (long long)en->step_number);
+        log_error("event=device_lost step=%lld why=%s", (long long)en->step_number,
+                  model_why_lost(en->model));
     en->is_lost = true;
     atomic_store(&en->metrics->device_lost, true);
     for (; en->n_in_flight > 0; en->n_in_flight--) {

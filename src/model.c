@@ -291,6 +291,11 @@ int model_done(struct model *m, bool wait)
     return m->b->ops->step_done(m->b, wait);
 }
 
+const char *model_why_lost(const struct model *m)
+{
+    return m->b->lost ? m->b->lost : "unknown";
+}
+
 /* ---- pools ---- */
 
 void model_poison_slot(struct model *m, int32_t slot)

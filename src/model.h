@@ -50,6 +50,9 @@ int model_launch(struct model *m, const struct batch_host *h, struct row_result 
 /* 1: the oldest step ended; 0: not yet (only when !wait); ERR_DEVICE. */
 int model_done(struct model *m, bool wait);
 
+/* Why the device was lost, in words. */
+const char *model_why_lost(const struct model *m);
+
 /* Fills a freed slot's or page's memory with NaN, after all enqueued work. */
 void model_poison_slot(struct model *m, int32_t slot);
 void model_poison_page(struct model *m, int32_t page);

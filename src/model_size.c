@@ -167,6 +167,9 @@ int model_size(const struct arch *a, const struct st_set *set, struct backend *b
     /* The workspace hardly depends on the longest prompt; the model's own is the bound. */
     s.max_pages = (a->max_positions + s.o.page_tokens - 1) / s.o.page_tokens;
     struct backend_limits lim = model_limits(a, &s);
+    int rc = b->ops->check(b, a->n_gdn ? &gd : NULL, a->n_attn ? &ad : NULL, &lim, e);
+    if (rc != 0)
+        return rc;
     s.workspace_bytes = b->ops->workspace_bytes(b, &lim);
 
     size_t fixed = s.weights_bytes + s.scratch_bytes + s.workspace_bytes;
@@ -176,7 +179,7 @@ int model_size(const struct arch *a, const struct st_set *set, struct backend *b
         return errmsg_set(e, ERR_INVALID, "kv-tokens %lld is more than %lld",
                           (long long)s.o.kv_tokens, (long long)INT32_MAX * s.o.page_tokens);
     s.n_pages = (int32_t)n_pages;
-    int rc = size_prompt(a, &s, e);
+    rc = size_prompt(a, &s, e);
     if (rc != 0)
         return rc;
     s.slots_bytes = (size_t)s.o.state_slots * s.slot_bytes;

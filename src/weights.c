@@ -107,6 +107,10 @@ static void fill_parts(const struct loader *ld, const struct plan_mat *m, char *
 static int load_mat(struct loader *ld, const struct plan_mat *m, struct weight *out)
 {
     int rc = ERR_NOMEM;
+    if (!ld->plan.set && ld->b->ops->weight_random)
+        return ld->b->ops->weight_random(ld->b, m->n_mats, m->rows, m->cols, m->use,
+                                         dummy_seed(ld->seed, ld->plan.layer, m->at), m->std,
+                                         out, ld->e);
     size_t extra = staging_bytes(&ld->plan, m);
     struct weight_part *parts = calloc(m->n_parts, sizeof(*parts));
     char *staging = extra ? malloc(extra) : NULL;
