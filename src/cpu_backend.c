@@ -93,6 +93,26 @@ void *cpu_impl_workspace(struct backend *b, size_t *bytes)
     return impl->workspace;
 }
 
+/* ---- sizes ---- */
+
+static int cpu_check(struct backend *b, const struct gdn_dims *gd, const struct attn_dims *ad,
+                     const struct backend_limits *l, struct errmsg *e)
+{
+    (void)b;
+    (void)l;
+    if (gd && (gd->K % 16 || gd->V % 16 || gd->K > GDN_DIM_MAX || gd->V > GDN_DIM_MAX))
+        return errmsg_set(e, ERR_UNSUPPORTED,
+                          "backend cpu: linear head dims are %d (key) and %d (value), "
+                          "accepted: multiples of 16 up to %d",
+                          (int)gd->K, (int)gd->V, GDN_DIM_MAX);
+    if (ad && (ad->D % 64 || ad->D > ATTN_DIM_MAX))
+        return errmsg_set(e, ERR_UNSUPPORTED,
+                          "backend cpu: attention head dim is %d, accepted: a multiple of 64 up "
+                          "to %d",
+                          (int)ad->D, ATTN_DIM_MAX);
+    return 0;
+}
+
 /* ---- weights ---- */
 
 static size_t embed_bytes(int32_t n_mats, int32_t rows, int32_t cols, enum dtype dtype)
@@ -323,6 +343,7 @@ const struct backend_ops backend_cpu_ops = {
     .free = cpu_free,
     .upload = cpu_upload,
     .download = cpu_download,
+    .check = cpu_check,
     .weight_bytes = cpu_weight_bytes,
     .weight_make = cpu_weight_make,
     .weight_free = cpu_weight_free,
