@@ -58,6 +58,9 @@ struct cpu_gemm_job {
 void cpu_gemm_jobs(struct cpu_pool *pool, const struct cpu_gemm_job *jobs, int32_t n_jobs,
                    int64_t lda, const struct weight *w, int64_t ldc);
 
+/* Bytes of the pool's scratch for these products, taken when the pool opens. */
+size_t cpu_gemm_bytes(struct cpu_pool *pool);
+
 /* ---- small products of two f32 matrices, on the calling thread (cpu_mm.c) ---- */
 
 enum cpu_mm_mode { CPU_MM_SET, CPU_MM_ADD, CPU_MM_SUB };

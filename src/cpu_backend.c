@@ -233,7 +233,8 @@ static size_t ops_workspace_bytes(struct backend *b, const struct backend_limits
 
 static size_t cpu_workspace_bytes(struct backend *b, const struct backend_limits *l)
 {
-    return ops_workspace_bytes(b, l) + STEPS_IN_FLIGHT * map_bytes(l);
+    return ops_workspace_bytes(b, l) + STEPS_IN_FLIGHT * map_bytes(l) +
+           cpu_gemm_bytes(cpu_impl_pool(b));
 }
 
 static int cpu_workspace_make(struct backend *b, const struct backend_limits *l,
@@ -253,7 +254,7 @@ static int cpu_workspace_make(struct backend *b, const struct backend_limits *l,
     }
     if (failed)
         return errmsg_set(e, ERR_NOMEM, "cpu backend: no room for %zu bytes of workspace",
-                          cpu_workspace_bytes(b, l));
+                          impl->workspace_bytes + STEPS_IN_FLIGHT * map_bytes(l));
     impl->limits = *l;
     return 0;
 }

@@ -92,6 +92,12 @@ void cpu_gemm_ctx_fini(struct cpu_gemm_ctx *g)
     *g = (struct cpu_gemm_ctx){0};
 }
 
+size_t cpu_gemm_bytes(struct cpu_pool *pool)
+{
+    const struct cpu_gemm_ctx *g = cpu_pool_gemm(pool);
+    return g->a_bytes + g->own_bytes * (size_t)g->n_threads;
+}
+
 bool cpu_gemm_select(struct cpu_pool *pool, const char *name)
 {
     for (int i = 0; i < cpu_gemm_n_isas; i++) {
