@@ -57,6 +57,10 @@ const struct option conf_options[] = {
      "tokens of one KV page"},
     {"cpu-threads", "N", "0", KIND_I32, AT(cpu_threads), 0, 1024, 0, NULL,
      "threads of the cpu backend; 0: one for each CPU"},
+    {"cuda-device", "N", "0", KIND_I32, AT(cuda_device), 0, 1023, 0, NULL,
+     "which device the cuda backend takes, as CUDA counts them"},
+    {"gpu-memory", "SHARE", "0.92", KIND_SHARE, AT(gpu_memory), 50, 1000, 0, NULL,
+     "share of the device's free memory that the cuda backend may take"},
 
     {.help = "HTTP"},
     {"listen", "ADDRESS", NULL, KIND_LISTEN, AT(listen), 0, 0, 0, NULL,
@@ -189,6 +193,21 @@ static bool parse_number(const char *text, bool is_size, int64_t *out)
     return *p == '\0';
 }
 
+/* 0.92, 1 or 1.000 in thousandths. */
+static bool parse_share(const char *text, int64_t *out)
+{
+    int64_t n = 0, scale = 1000;
+    const char *p = text;
+    if (*p < '0' || *p > '1')
+        return false;
+    n = (*p++ - '0') * scale;
+    if (*p == '.' && p[1])
+        for (p++; *p >= '0' && *p <= '9' && scale > 1; p++)
+            n += (*p - '0') * (scale /= 10);
+    *out = n;
+    return *p == '\0';
+}
+
 /* The accepted numbers of a row, in words. */
 static void print_range(char *out, size_t cap, const struct option *o)
 {
@@ -196,6 +215,8 @@ static void print_range(char *out, size_t cap, const struct option *o)
     if (o->kind == KIND_BYTES)
         n = snprintf(out, cap, "%lld to %lldG bytes; K, M and G count in powers of 1024",
                      (long long)o->min, (long long)(o->max / GIB));
+    else if (o->kind == KIND_SHARE)
+        n = snprintf(out, cap, "%.2f to %.2f", (double)o->min / 1000, (double)o->max / 1000);
     else if (o->max == INT64_MAX)
         n = snprintf(out, cap, "%lld or more", (long long)o->min);
     else
@@ -208,14 +229,15 @@ static int set_number(struct conf *c, const struct option *o, const char *value,
                       const char *where, struct errmsg *e)
 {
     int64_t n;
-    if (!parse_number(value, o->kind == KIND_BYTES, &n) || n < o->min || n > o->max ||
-        (o->multiple && n % o->multiple)) {
+    bool is_number = o->kind == KIND_SHARE ? parse_share(value, &n)
+                                           : parse_number(value, o->kind == KIND_BYTES, &n);
+    if (!is_number || n < o->min || n > o->max || (o->multiple && n % o->multiple)) {
         char accepted[128];
         print_range(accepted, sizeof(accepted), o);
         return bad_value(e, where, o, value, accepted);
     }
     void *to = (char *)c + o->offset;
-    if (o->kind == KIND_I32)
+    if (o->kind == KIND_I32 || o->kind == KIND_SHARE)
         *(int32_t *)to = (int32_t)n;
     else
         *(int64_t *)to = n;

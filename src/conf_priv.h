@@ -14,6 +14,7 @@ enum kind {
     KIND_I32,
     KIND_I64,
     KIND_BYTES, /* int64_t, with K, M or G for powers of 1024 */
+    KIND_SHARE, /* int32_t in thousandths, written as 0.92 */
     KIND_CHOICE /* int32_t, the place in choices */
 };
 

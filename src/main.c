@@ -115,8 +115,11 @@ static int server_size(struct server *s, struct errmsg *e)
     const struct backend_ops *ops = backend_find(c->backend, e);
     if (!ops)
         return ERR_UNSUPPORTED;
+    bool is_cuda = strcmp(ops->name, "cuda") == 0;
+    if (is_cuda)
+        o.memory_share = c->gpu_memory;
     s->backend.ops = ops;
-    int rc = ops->open(&s->backend, c->cpu_threads, e);
+    int rc = ops->open(&s->backend, is_cuda ? c->cuda_device : c->cpu_threads, e);
     if (rc == 0)
         rc = model_size(&s->arch, s->set, &s->backend, &o, &s->sizes, e);
     return rc;

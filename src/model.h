@@ -18,6 +18,7 @@ struct model_options {
     int32_t max_prompt_tokens;
     int32_t state_slots;
     int64_t kv_tokens;
+    int32_t memory_share; /* thousandths of the backend's free memory; 0: all of it */
 };
 
 /* What it comes to, known before weights are read. */
@@ -28,7 +29,7 @@ struct model_sizes {
     size_t weights_bytes, scratch_bytes, workspace_bytes;
     size_t slot_bytes, page_bytes; /* one slot or page, all layers */
     size_t slots_bytes, pages_bytes;
-    size_t total_bytes, memory_bytes; /* needed, and what the backend has free */
+    size_t total_bytes, memory_bytes; /* needed, and what may be taken */
 };
 
 struct model;

@@ -156,6 +156,8 @@ int model_size(const struct arch *a, const struct st_set *set, struct backend *b
     struct attn_dims ad = model_attn_dims(a);
     size_t list[SCRATCH_COUNT], total;
     b->ops->memory(b, &s.memory_bytes, &total);
+    if (o->memory_share)
+        s.memory_bytes = s.memory_bytes / 1000 * (size_t)o->memory_share;
     s.weights_bytes = weights_bytes(a, set, b);
     model_scratch_list(a, b->act, s.o.max_step_tokens, list);
     for (int i = 0; i < SCRATCH_COUNT; i++)

@@ -104,10 +104,11 @@ Test(conf, every_option_reaches_its_member)
 
     cr_assert(parse("--model m --max-step-tokens 64 --max-seqs 3 --max-prompt-tokens 4 "
                     "--queue-length 5 --kv-tokens 6 --state-slots 8 --page-tokens 128 "
-                    "--cpu-threads 9 --workers 10") == 0);
+                    "--cpu-threads 9 --workers 10 --cuda-device 3 --gpu-memory 0.5") == 0);
     cr_assert(c.max_step_tokens == 64 && c.max_seqs == 3 && c.max_prompt_tokens == 4);
     cr_assert(c.queue_length == 5 && c.kv_tokens == 6 && c.state_slots == 8);
     cr_assert(c.page_tokens == 128 && c.cpu_threads == 9 && c.workers == 10);
+    cr_assert(c.cuda_device == 3 && c.gpu_memory == 500);
 
     cr_assert(parse("--model m --max-body-bytes 11 --max-connections 12 --header-timeout-s 13 "
                     "--body-timeout-s 14 --idle-timeout-s 15 --drain-s 0 --stall-s 17 "
@@ -115,6 +116,21 @@ Test(conf, every_option_reaches_its_member)
     cr_assert(c.max_body_bytes == 11 && c.max_connections == 12 && c.header_timeout_s == 13);
     cr_assert(c.body_timeout_s == 14 && c.idle_timeout_s == 15 && c.drain_s == 0);
     cr_assert(c.stall_s == 17 && c.action == CONF_CHECK);
+}
+
+Test(conf, shares_are_decimals)
+{
+    cr_assert(parse("--model m") == 0 && c.gpu_memory == 920);
+    cr_assert(parse("--model m --gpu-memory 0.925") == 0 && c.gpu_memory == 925);
+    cr_assert(parse("--model m --gpu-memory 1") == 0 && c.gpu_memory == 1000);
+    cr_assert(parse("--model m --gpu-memory 1.0") == 0 && c.gpu_memory == 1000);
+    const char *wrong[] = {"0", "92", "1.01", ".5", "0.", "0.9251", "0.9x", "-0.5", "0.04"};
+    for (size_t i = 0; i < sizeof(wrong) / sizeof(wrong[0]); i++) {
+        char line[80];
+        snprintf(line, sizeof(line), "--model m --gpu-memory %s", wrong[i]);
+        cr_assert(parse(line) == ERR_INVALID && says("--gpu-memory") && says("0.05 to 1.00"),
+                  "%s", wrong[i]);
+    }
 }
 
 Test(conf, sizes_take_suffixes)
@@ -357,5 +373,5 @@ Test(conf, help_shows_every_row_within_the_width)
         n_options += strncmp(line, "  --", 4) == 0;
     }
     fclose(f);
-    cr_assert(n_options == 29, "%d options: count anew, and extend the tests above", n_options);
+    cr_assert(n_options == 31, "%d options: count anew, and extend the tests above", n_options);
 }
