@@ -91,38 +91,8 @@ __device__ static inline void add_values(float O[32][4], const uint32_t p[4][4],
         }
 }
 
-/* One of the thread's two rows: columns S[nt][at], S[nt][at + 1]. */
-struct attn_row {
-    float max, total; /* total: of this thread's columns */
-    int pos;
-};
-
-/* S becomes the weights; O is rescaled. Keys past the row count as -inf. */
-__device__ static inline void soften(float S[8][4], float O[32][4], struct attn_row *r, int at,
-                                     int key0, bool is_edge)
+__device__ static inline void rescale(float O[32][4], float shift, int at)
 {
-    if (is_edge) {
-        int first = key0 + 2 * (threadIdx.x & 3);
-#pragma unroll
-        for (int i = 0; i < 16; i++)
-            if (first + 8 * (i >> 1) + (i & 1) > r->pos)
-                S[i >> 1][at + (i & 1)] = -INFINITY;
-    }
-    float m = r->max;
-#pragma unroll
-    for (int nt = 0; nt < 8; nt++)
-        m = fmaxf(m, fmaxf(S[nt][at], S[nt][at + 1]));
-    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
-    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
-    float shift = exp2_fast((r->max - m) * ATTN_SCALE), base = m * ATTN_SCALE, sum = 0;
-    r->max = m;
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-        float *s = &S[i >> 1][at + (i & 1)];
-        *s = exp2_fast(fmaf(*s, ATTN_SCALE, -base));
-        sum += *s;
-    }
-    r->total = fmaf(r->total, shift, sum);
 #pragma unroll
     for (int nt = 0; nt < 32; nt++) {
         O[nt][at] *= shift;
@@ -134,8 +104,6 @@ __device__ static inline void soften(float S[8][4], float O[32][4], struct attn_
 __device__ static inline void store_row(const struct k_attn *a, const struct attn_tile *t,
                                         const float O[32][4], float total, int at, int r)
 {
-    total += __shfl_xor_sync(0xffffffffu, total, 1);
-    total += __shfl_xor_sync(0xffffffffu, total, 2);
     if (r >= t->n_rows)
         return;
     int col = 2 * (threadIdx.x & 3);
@@ -165,12 +133,7 @@ __global__ static void __launch_bounds__(ATTN_THREADS) attn_kernel(struct k_attn
 #pragma unroll
     for (int i = 0; i < 128; i++)
         O[i >> 2][i & 3] = 0.0f;
-    struct attn_row row[2];
-    for (int i = 0; i < 2; i++) {
-        row[i].max = -INFINITY;
-        row[i].total = 0;
-        row[i].pos = min(t.pos + (t.row0 + r0 + 8 * i) / t.ratio, t.last);
-    }
+    struct attn_row row[2] = {attn_row_new(&t, r0), attn_row_new(&t, r0 + 8)};
     load_queries(s->Q, &a, &t);
     int64_t at = kv_block_at(&a.kv, &a.d, pages[0], t.kv_head, 0);
     load_block(s->K, keys + at, t.last + 1);
@@ -190,8 +153,8 @@ __global__ static void __launch_bounds__(ATTN_THREADS) attn_kernel(struct k_attn
             load_block(s->K, keys + at, t.last + 1 - next);
         cp_commit();
         bool is_edge = key0 + KV_BLOCK - 1 > t.pos + t.row0 / t.ratio;
-        soften(S, O, &row[0], 0, key0, is_edge);
-        soften(S, O, &row[1], 2, key0, is_edge);
+        rescale(O, soften(S, &row[0], 0, key0, is_edge), 0);
+        rescale(O, soften(S, &row[1], 2, key0, is_edge), 2);
         uint32_t p[4][4];
 #pragma unroll
         for (int ks = 0; ks < 4; ks++)
@@ -201,8 +164,8 @@ __global__ static void __launch_bounds__(ATTN_THREADS) attn_kernel(struct k_attn
         add_values(O, p, smem_addr(s->V));
         __syncthreads();
     }
-    store_row(&a, &t, O, row[0].total, 0, r0);
-    store_row(&a, &t, O, row[1].total, 2, r0 + 8);
+    store_row(&a, &t, O, row_total(&row[0]), 0, r0);
+    store_row(&a, &t, O, row_total(&row[1]), 2, r0 + 8);
 }
 
 // ---- launchers
@@ -216,6 +179,8 @@ extern "C" cudaError_t k_attn(const struct k_attn *a, cudaStream_t stream)
         return cudaErrorInvalidValue;
     if (n == 0)
         return cudaSuccess;
+    if (a->body == K_ATTN_HOPPER || (a->body == K_ATTN_AUTO && a->dev->cc == 90))
+        return attn_hopper(a, stream);
     cudaError_t e = cudaFuncSetAttribute(
         attn_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(struct attn_smem));
     if (e != cudaSuccess)

@@ -63,11 +63,64 @@ __device__ static inline int64_t kv_block_at(const struct k_kv_pages *kv,
     return k_kv_offset(d, kv->page_tokens, page, head, pos % kv->page_tokens, 0);
 }
 
+/* One of a thread's two rows in accumulator layout. */
+struct attn_row {
+    float max, total; /* total: of this thread's columns */
+    int pos;
+};
+
+__device__ static inline struct attn_row attn_row_new(const struct attn_tile *t, int r)
+{
+    struct attn_row row = {-INFINITY, 0, min(t->pos + (t->row0 + r) / t->ratio, t->last)};
+    return row;
+}
+
+/* Columns S[nt][at], S[nt][at + 1] of the row's scores for keys key0 .. key0 + 63 become
+ * weights. Keys past the row count as -inf; is_edge: there may be some. Returns the factor for
+ * the row's earlier sums. */
+__device__ static inline float soften(float S[8][4], struct attn_row *r, int at, int key0,
+                                      bool is_edge)
+{
+    if (is_edge) {
+        int first = key0 + 2 * (threadIdx.x & 3);
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+            if (first + 8 * (i >> 1) + (i & 1) > r->pos)
+                S[i >> 1][at + (i & 1)] = -INFINITY;
+    }
+    float m = r->max;
+#pragma unroll
+    for (int nt = 0; nt < 8; nt++)
+        m = fmaxf(m, fmaxf(S[nt][at], S[nt][at + 1]));
+    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+    float shift = exp2_fast((r->max - m) * ATTN_SCALE), base = m * ATTN_SCALE, sum = 0;
+    r->max = m;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        float *s = &S[i >> 1][at + (i & 1)];
+        *s = exp2_fast(fmaf(*s, ATTN_SCALE, -base));
+        sum += *s;
+    }
+    r->total = fmaf(r->total, shift, sum);
+    return shift;
+}
+
+/* The row's sum of weights over the four threads that share it. */
+__device__ static inline float row_total(const struct attn_row *r)
+{
+    float total = r->total + __shfl_xor_sync(0xffffffffu, r->total, 1);
+    return total + __shfl_xor_sync(0xffffffffu, total, 2);
+}
+
 static inline bool attn_dims_ok(const struct k_attn_dims *d, const struct k_kv_pages *kv)
 {
     return d->D == ATTN_D && d->HK > 0 && d->HQ > 0 && d->HQ % d->HK == 0 &&
            d->HQ / d->HK <= 64 && d->ld % 8 == 0 && d->ld >= (2 * d->HQ + 2 * d->HK) * ATTN_D &&
            kv->page_tokens > 0 && kv->page_tokens % 64 == 0;
 }
+
+/* The body for compute capability 9.0; shapes are checked and there is work. */
+cudaError_t attn_hopper(const struct k_attn *a, cudaStream_t stream);
 
 #endif

@@ -159,6 +159,19 @@ __device__ static inline uint64_t desc_nmajor(uint32_t tile)
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48,"   \
     " %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
+#define WG_ACC128(c)                                                                           \
+    WG_ACC64(c), WG_ACC4(c, 16), WG_ACC4(c, 17), WG_ACC4(c, 18), WG_ACC4(c, 19),               \
+        WG_ACC4(c, 20), WG_ACC4(c, 21), WG_ACC4(c, 22), WG_ACC4(c, 23), WG_ACC4(c, 24),        \
+        WG_ACC4(c, 25), WG_ACC4(c, 26), WG_ACC4(c, 27), WG_ACC4(c, 28), WG_ACC4(c, 29),        \
+        WG_ACC4(c, 30), WG_ACC4(c, 31)
+#define WG_NAMES128                                                                            \
+    WG_NAMES64                                                                                 \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80,"   \
+    " %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97,"    \
+    " %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"       \
+    " %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125,"     \
+    " %126, %127"
+
 /* acc[64, 64] (+)= A B^T for one k step; adds when `add`. */
 __device__ static inline void wg_k64(float c[8][4], const uint32_t a[4], uint64_t desc, int add)
 {
@@ -167,6 +180,25 @@ __device__ static inline void wg_k64(float c[8][4], const uint32_t a[4], uint64_
                  "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
                  : WG_ACC32(c)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc), "r"(add));
+}
+
+/* The same with A from shared memory. */
+__device__ static inline void wg_ss64(float c[8][4], uint64_t a, uint64_t b, int add)
+{
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WG_NAMES32 "}, "
+                 "%32, %33, p, 1, 1, 0, 0;\n}"
+                 : WG_ACC32(c)
+                 : "l"(a), "l"(b), "r"(add));
+}
+
+/* acc[64, 256] += A B, B [16, 256] with n contiguous, in four tiles. */
+__device__ static inline void wg_n256(float c[32][4], const uint32_t a[4], uint64_t desc)
+{
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WG_NAMES128 "}, "
+                 "{%128, %129, %130, %131}, %132, 1, 1, 1, 1;"
+                 : WG_ACC128(c)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc));
 }
 
 /* acc[64, 128] += A B, B [16, 128] with n contiguous. */

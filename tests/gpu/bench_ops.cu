@@ -1,28 +1,6 @@
 /* The row-wise kernels against copy bandwidth (4.28 TB/s, ../shared/peers.md): median of 40
  * event-timed launches over rotated buffers of more than the L2. */
-#include <algorithm>
-
 #include "gpu.cuh"
-
-template <class F> static double median_ms(F launch)
-{
-    cudaEvent_t a, b;
-    CU(cudaEventCreate(&a));
-    CU(cudaEventCreate(&b));
-    std::vector<float> ms;
-    for (int i = -4; i < 40; i++) {
-        CU(cudaEventRecord(a));
-        launch();
-        CU(cudaEventRecord(b));
-        CU(cudaEventSynchronize(b));
-        float f;
-        CU(cudaEventElapsedTime(&f, a, b));
-        if (i >= 0)
-            ms.push_back(f);
-    }
-    std::sort(ms.begin(), ms.end());
-    return ms[ms.size() / 2];
-}
 
 static void line(const char *name, double ms, double bytes)
 {

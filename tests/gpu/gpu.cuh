@@ -3,6 +3,7 @@
 #ifndef PREFILLD_TESTS_GPU_CUH
 #define PREFILLD_TESTS_GPU_CUH
 
+#include <algorithm>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <math.h>
@@ -193,6 +194,27 @@ struct batch_dev {
         CU(k_chunk_map(&m, 0));
     }
 };
+
+/* Median of 40 event-timed launches after 4 more. */
+template <class F> static double median_ms(F launch)
+{
+    cudaEvent_t a, b;
+    CU(cudaEventCreate(&a));
+    CU(cudaEventCreate(&b));
+    std::vector<float> ms;
+    for (int i = -4; i < 40; i++) {
+        CU(cudaEventRecord(a));
+        launch();
+        CU(cudaEventRecord(b));
+        CU(cudaEventSynchronize(b));
+        float f;
+        CU(cudaEventElapsedTime(&f, a, b));
+        if (i >= 0)
+            ms.push_back(f);
+    }
+    std::sort(ms.begin(), ms.end());
+    return ms[ms.size() / 2];
+}
 
 template <class A, class B>
 static double rel_error(const std::vector<A> &got, const std::vector<B> &ref)

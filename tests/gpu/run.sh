@@ -22,9 +22,12 @@ step() {
 }
 step test_ops ./test_ops
 step test_gdn ./test_gdn
+step test_attn ./test_attn
+step test_moe ./test_moe
+step test_head ./test_head
 if command -v compute-sanitizer >/dev/null 2>&1; then
     for tool in memcheck racecheck initcheck synccheck; do
-        for t in test_ops test_gdn; do
+        for t in test_ops test_gdn test_attn test_moe test_head; do
             step "$tool-$t" compute-sanitizer --tool $tool --error-exitcode 9 ./$t small
         done
     done
@@ -34,6 +37,10 @@ else
 fi
 step bench_ops ./bench_ops
 step bench_gdn ./bench_gdn
-cat "$logs/bench_ops.log" "$logs/bench_gdn.log"
+step bench_attn ./bench_attn
+step bench_moe ./bench_moe
+for b in bench_ops bench_gdn bench_attn bench_moe; do
+    cat "$logs/$b.log"
+done
 printf '%s' "$table"
 exit $failed
