@@ -39,6 +39,13 @@ __attribute__((unused)) static bool fixture_find(char path[512], const char *nam
     return access(file, R_OK) == 0;
 }
 
+/* The backend under test: TEST_BACKEND (environment), else cpu. */
+__attribute__((unused)) static const char *fixture_backend(void)
+{
+    const char *name = getenv("TEST_BACKEND");
+    return name ? name : "cpu";
+}
+
 /* Opens the model of dir with o (0: defaults of the test) on n_threads; is_dummy: from config.json
  * alone, with random weights. Returns 0 or prints why not and returns the error. */
 __attribute__((unused)) static int fixture_open_as(struct fixture *f, const char *dir,
@@ -56,8 +63,10 @@ __attribute__((unused)) static int fixture_open_as(struct fixture *f, const char
         opt.page_tokens = 64;
     if (!opt.kv_tokens)
         opt.kv_tokens = 16 * 1024;
-    f->backend.ops = backend_find("cpu", &e);
-    int rc = f->backend.ops->open(&f->backend, n_threads, &e);
+    const struct backend_ops *ops = backend_find(fixture_backend(), &e);
+    int rc = ERR_UNSUPPORTED;
+    if (ops)
+        rc = ops->open(&f->backend, ops == &backend_cpu_ops ? n_threads : 0, &e);
     if (rc == 0)
         rc = arch_read(dir, &f->arch, &e);
     if (rc == 0 && !is_dummy)

@@ -1,0 +1,65 @@
+#!/bin/sh
+# Operations of the CUDA backend, whole models and the daemon on the GPU, then benchmarks. Lies in
+# the bundle that `make gpu-bundle` makes. Usage: models.sh [log folder [step...]]; without steps
+# all of them. Exits 0 when nothing failed; a machine without a GPU skips in words.
+cd "$(dirname "$0")" || exit 1
+logs=${1:-.}
+[ $# -gt 0 ] && shift
+wanted=${*:-backend models bits daemon storm bench}
+SRCDIR=$PWD/src
+BUILDDIR=$PWD
+LD_LIBRARY_PATH=$PWD/lib:/usr/local/cuda/lib64
+PYTHONUNBUFFERED=1
+export SRCDIR BUILDDIR LD_LIBRARY_PATH PYTHONUNBUFFERED
+# A bundle that travels beside the source tree may leave the demo model to it.
+if [ ! -d src/tests/models/demo ] && [ -d ../tests/models/demo ]; then
+    mkdir -p src/tests/models && ln -s "$PWD/../tests/models/demo" src/tests/models/demo
+fi
+table=
+failed=0
+step() {
+    name=$1
+    limit_s=$2
+    shift 2
+    at=$(date +%s)
+    timeout "$limit_s" "$@" >"$logs/$name.log" 2>&1
+    rc=$?
+    verdict=pass
+    grep -q 'SKIP' "$logs/$name.log" && verdict=skip
+    if [ $rc -ne 0 ]; then
+        verdict="FAIL (exit $rc)"
+        failed=1
+        grep -E -A3 '^(not ok|FAIL|Bail)' "$logs/$name.log" | head -60
+        tail -5 "$logs/$name.log"
+    fi
+    table="$table$(printf '%-28s %-16s %4d s' "$name" "$verdict" $(($(date +%s) - at)))
+"
+}
+for what in $wanted; do
+    case $what in
+    backend) step backend 240 ./test_backend ;;
+    models)
+        step models 120 ./test_models
+        grep -E 'error mean|by layer|SKIP' "$logs/models.log"
+        ;;
+    bits)
+        step bits 150 env TEST_BACKEND=cuda ./test_bits 20261129 6 12
+        grep '^#' "$logs/bits.log" | tail -3
+        ;;
+    daemon)
+        step daemon 120 python3 daemon.py
+        grep '^#' "$logs/daemon.log"
+        ;;
+    storm) step storm 120 python3 src/tests/e2e_storm.py 3000 ;;
+    bench)
+        models=src/tests/bench/models
+        step bench-0.8b 100 ./gpu_prefill $models/0.8b 0 10 table 1x2048 table 1x8192 4x2048 64x2048
+        step bench-27b-8 100 ./gpu_prefill $models/27b 8 5 1x2048 table 1x8192
+        step bench-35b-8 100 ./gpu_prefill $models/35b-a3b 8 5 1x2048 table 1x8192
+        step bench-35b 150 ./gpu_prefill $models/35b-a3b 0 3 32x1024 8x8192 1x32768
+        cat "$logs"/bench-*.log
+        ;;
+    esac
+done
+printf '%s' "$table"
+exit $failed

@@ -1,0 +1,408 @@
+/* Every operation of the CUDA backend against the CPU's body, through the table: random inputs,
+ * poisoned outputs and workspace, T = 1, 63, 64, 65, 130 + 20 + 300 and 4096 sequences of 1 to 3
+ * tokens, fresh and continued; pools, steps, and a device that is lost.
+ *
+ * `test_backend self` compares the CPU backend with itself: the harness without a card. */
+#include "cuda_impl.h"
+#include "pair_seq.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+/* ---- steps ---- */
+
+static void test_map(void)
+{
+    for (int i = 0; i <= N_SHAPES; i++) {
+        struct pair_batch pb;
+        const char *name = begin_shape(&pb, i, 0);
+        const struct chunk_map *want = &pb.b[REF].map, *got = &pb.b[DUT].map;
+        struct {
+            const int32_t *want, *got;
+            size_t n;
+        } parts[] = {{want->seq, got->seq, (size_t)pb.h.n_chunks},
+                     {want->index, got->index, (size_t)pb.h.n_chunks},
+                     {want->tok, got->tok, (size_t)pb.h.n_chunks},
+                     {want->seq_first, got->seq_first, (size_t)pb.n + 1}};
+        int n_same = 0;
+        for (int k = 0; k < 4; k++) {
+            int32_t *x = must(malloc(parts[k].n * 4 + 4));
+            must_be(pair.b[DUT].ops->download(&pair.b[DUT], x, parts[k].got, parts[k].n * 4), 0,
+                    "download");
+            n_same += memcmp(x, parts[k].want, parts[k].n * 4) == 0;
+            free(x);
+        }
+        CHECK(n_same == 4, "chunk map, %s: %d of 4 arrays are right", name, n_same);
+        batch_end(&pb, NULL, NULL);
+        batch_free(&pb);
+    }
+}
+
+static void test_steps(void)
+{
+    const struct backend_ops *ops = pair.b[DUT].ops;
+    struct backend *b = &pair.b[DUT];
+    struct pair_batch pb;
+    struct batch out[3];
+    const int32_t lens[] = {5};
+    batch_make(&pb, 1, lens, NULL, P, 0, VOCAB);
+    must_be(ops->step_begin(b, &pb.h, &out[0]), 0, "first step");
+    CHECK(ops->step_done(b, false) == 0, "a step that was not ended is not done");
+    must_be(ops->step_end(b, &out[0], NULL, NULL), 0, "step_end");
+    must_be(ops->step_begin(b, &pb.h, &out[1]), 0, "second step");
+    CHECK(ops->step_begin(b, &pb.h, &out[2]) == ERR_FULL, "a third step in flight is refused");
+    must_be(ops->step_end(b, &out[1], NULL, NULL), 0, "step_end");
+    CHECK(ops->step_done(b, true) == 1 && ops->step_done(b, true) == 1, "two steps end");
+    CHECK(ops->step_done(b, false) == 0, "and no third one");
+    pb.h.n_tokens = MAX_T + 1;
+    CHECK(ops->step_begin(b, &pb.h, &out[0]) == ERR_TOO_LARGE, "too many tokens are refused");
+    batch_free(&pb);
+}
+
+/* ---- rows ---- */
+
+static void test_rows(void)
+{
+    static const int32_t counts[] = {1, 63, 65, 450, 8192};
+    struct pair_weight w = weight_normal(1, VOCAB, M, 1);
+    struct pair_batch pb;
+    begin_shape(&pb, 4, 0);
+    struct tensor x = tensor_make((size_t)pb.h.n_tokens * M, false);
+    for (int s = 0; s < SIDES; s++) {
+        struct op_embed op = {.b = &pb.b[s], .w = &w.w[s], .x = x.p[s]};
+        pair.b[s].ops->embed(&pair.b[s], &op);
+    }
+    compare_tensor("embed", &x, 0, 0, 0);
+    tensor_free(&x);
+    batch_end(&pb, NULL, NULL);
+    batch_free(&pb);
+    weight_free(&w);
+    for (size_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
+        int32_t n = counts[i], dim = i % 2 ? 2048 : 5120;
+        char what[80];
+        size_t size = (size_t)n * (size_t)dim;
+        struct tensor r = tensor_normal(size, false, 1, 0), y = tensor_normal(size, true, 1, 0);
+        struct tensor nw = tensor_normal((size_t)dim, false, 0.1f, 1);
+        struct tensor h = tensor_make(size, true), c = tensor_make(size / 2, true);
+        for (int s = 0; s < SIDES; s++) {
+            struct op_rmsnorm op = {n, dim, 1e-6f, r.p[s], y.p[s], nw.p[s], h.p[s]};
+            struct op_swiglu sw = {n, dim / 2, y.p[s], c.p[s]};
+            pair.b[s].ops->rmsnorm(&pair.b[s], &op);
+            pair.b[s].ops->swiglu(&pair.b[s], &sw);
+        }
+        snprintf(what, sizeof(what), "rmsnorm's sum, %d x %d", n, dim);
+        compare_tensor(what, &r, 0, 0, 0);
+        snprintf(what, sizeof(what), "rmsnorm, %d x %d", n, dim);
+        compare_tensor(what, &h, BF16_REL, TINY, BF16_L2);
+        snprintf(what, sizeof(what), "swiglu, %d x %d", n, dim / 2);
+        compare_tensor(what, &c, BF16_REL, TINY, BF16_L2);
+        tensor_free(&r), tensor_free(&y), tensor_free(&nw), tensor_free(&h), tensor_free(&c);
+    }
+}
+
+/* ---- products ---- */
+
+static void test_matmul_shape(int32_t rows, int32_t cols, int32_t ldc)
+{
+    static const int32_t counts[] = {1, 2, 7, 16, 17, 63, 64, 65, 130, 450, 1000, 3000};
+    enum { N_COUNTS = sizeof(counts) / sizeof(counts[0]), MOST = 3000 };
+    char what[80];
+    struct pair_weight w = weight_normal(1, rows, cols, 1 / sqrtf((float)cols));
+    struct tensor a = tensor_normal((size_t)MOST * (size_t)cols, true, 1, 0);
+    struct tensor all = tensor_make((size_t)MOST * (size_t)ldc, true);
+    int n_differ = 0, n_gaps = 0;
+    for (int s = 0; s < SIDES; s++) {
+        struct op_matmul op = {MOST, &w.w[s], a.p[s], all.p[s], ldc};
+        pair.b[s].ops->matmul(&pair.b[s], &op);
+    }
+    float *want = tensor_get(&all, REF), *most = tensor_get(&all, DUT);
+    for (size_t r = 0; r < MOST; r++)
+        for (int32_t j = rows; j < ldc; j++) {
+            n_gaps += !isnan(most[r * (size_t)ldc + (size_t)j]);
+            want[r * (size_t)ldc + (size_t)j] = most[r * (size_t)ldc + (size_t)j] = 0;
+        }
+    snprintf(what, sizeof(what), "matmul %d x %d, %d rows", rows, cols, MOST);
+    compare(what, most, want, (size_t)MOST * (size_t)ldc, BF16_REL, TINY, BF16_L2);
+    for (int i = 0; i < N_COUNTS; i++) {
+        struct tensor c = tensor_make((size_t)counts[i] * (size_t)ldc, true);
+        struct op_matmul op = {counts[i], &w.w[DUT], a.p[DUT], c.p[DUT], ldc};
+        pair.b[DUT].ops->matmul(&pair.b[DUT], &op);
+        float *got = tensor_get(&c, DUT);
+        for (size_t r = 0; r < (size_t)counts[i]; r++)
+            if (memcmp(got + r * (size_t)ldc, most + r * (size_t)ldc, (size_t)rows * 4) != 0 &&
+                n_differ++ == 0)
+                printf("# %d x %d: row %zu of %d differs\n", rows, cols, r, counts[i]);
+        free(got);
+        tensor_free(&c);
+    }
+    CHECK(n_differ == 0 && n_gaps == 0,
+          "matmul %d x %d: %d rows differ between row counts, %d written past the row", rows,
+          cols, n_differ, n_gaps);
+    free(want);
+    free(most);
+    tensor_free(&a), tensor_free(&all);
+    weight_free(&w);
+}
+
+/* ---- mixture of experts ---- */
+
+/* The same choices where they are clear: a place counts as wrong when the reference's weights
+ * there are more than 1e-3 apart from its neighbours'. */
+static int wrong_ids(const int32_t *got, const int32_t *want, const float *weights, int32_t n,
+                     int32_t top_k)
+{
+    int n_wrong = 0;
+    for (int32_t i = 0; i < n * top_k; i++) {
+        int32_t k = i % top_k;
+        bool near_up = k > 0 && weights[i - 1] - weights[i] < 1e-3f * weights[i];
+        /* Below the last place stands one that the reference does not show. */
+        bool near_down = k + 1 == top_k || weights[i] - weights[i + 1] < 1e-3f * weights[i];
+        n_wrong += got[i] != want[i] && !near_up && !near_down;
+        n_wrong += got[i] < 0;
+    }
+    return n_wrong;
+}
+
+static void test_moe(int32_t T, int32_t E, int32_t top_k, int32_t F, bool is_shared)
+{
+    char what[96];
+    struct pair_weight router = weight_normal(1, E, M, 2 / sqrtf(M));
+    struct pair_weight up = weight_normal(E, 2 * F, M, 1 / sqrtf(M));
+    struct pair_weight down = weight_normal(E, M, F, 1 / sqrtf((float)F));
+    struct tensor h = tensor_normal((size_t)T * M, true, 1, 0);
+    struct tensor shared = tensor_normal((size_t)T * M, true, 1, 0);
+    struct tensor gate = tensor_normal(M, false, 0.1f, 0);
+    struct tensor ids = tensor_make((size_t)T * (size_t)top_k, false);
+    struct tensor weights = tensor_make((size_t)T * (size_t)top_k, false);
+    struct tensor y = tensor_make((size_t)T * M, true);
+    pair.poison_work(&pair.b[DUT]);
+    for (int s = 0; s < SIDES; s++) {
+        struct op_moe_route op = {T, top_k, true, &router.w[s], h.p[s], ids.p[s], weights.p[s]};
+        pair.b[s].ops->moe_route(&pair.b[s], &op);
+    }
+    /* f32 sums over M in another order: 1e-6 of logits of size 2, in an exponent. */
+    snprintf(what, sizeof(what), "moe_route's weights, %d of %d, %d rows", top_k, E, T);
+    compare_tensor(what, &weights, 2e-4, 1e-5, 1e-4);
+    float *got = tensor_get(&ids, DUT), *want = tensor_get(&ids, REF);
+    float *w = tensor_get(&weights, REF);
+    int n_wrong = wrong_ids((int32_t *)got, (int32_t *)want, w, T, top_k);
+    CHECK(n_wrong == 0, "moe_route's choices, %d of %d, %d rows: %d wrong", top_k, E, T,
+          n_wrong);
+    tensor_put(&ids, want);
+    tensor_put(&weights, w);
+    pair.poison_work(&pair.b[DUT]);
+    for (int s = 0; s < SIDES; s++) {
+        struct op_moe_experts op = {.n_rows = T,
+                                    .top_k = top_k,
+                                    .gate_up = &up.w[s],
+                                    .down = &down.w[s],
+                                    .h = h.p[s],
+                                    .ids = ids.p[s],
+                                    .weights = weights.p[s],
+                                    .shared = is_shared ? shared.p[s] : NULL,
+                                    .shared_gate = is_shared ? gate.p[s] : NULL,
+                                    .y = y.p[s]};
+        pair.b[s].ops->moe_experts(&pair.b[s], &op);
+    }
+    snprintf(what, sizeof(what), "moe_experts, %d of %d, F %d, %d rows%s", top_k, E, F, T,
+             is_shared ? ", shared" : "");
+    compare_tensor(what, &y, CHAIN_REL, CHAIN_ABS, CHAIN_L2);
+    free(got), free(want), free(w);
+    tensor_free(&h), tensor_free(&shared), tensor_free(&gate), tensor_free(&ids);
+    tensor_free(&weights), tensor_free(&y);
+    weight_free(&router), weight_free(&up), weight_free(&down);
+}
+
+/* ---- head ---- */
+
+/* Candidates that differ only where the reference's are closer than the tolerance. */
+static int wrong_top(const struct row_result *got, const struct row_result *want, int32_t n_top,
+                     float tolerance)
+{
+    int n_wrong = 0;
+    for (int32_t k = 0; k < TOP_MAX; k++) {
+        if (k >= n_top)
+            n_wrong += got->top_id[k] != want->top_id[k];
+        else
+            n_wrong += got->top_id[k] < 0 ||
+                       !(fabsf(got->top_logprob[k] - want->top_logprob[k]) <= tolerance) ||
+                       (k > 0 && got->top_logprob[k] > got->top_logprob[k - 1]);
+    }
+    return n_wrong;
+}
+
+/* h is rounded to bf16 (2^-9 of each of M terms, so 2^-9 of a logit's rms), logits of rms 1. */
+static const float HEAD_TOLERANCE = 0x1p-6f;
+
+static void test_head(int32_t vocab, int32_t n_rows, bool has_nan)
+{
+    struct pair_batch pb;
+    const int32_t lens[] = {130, 20, 300};
+    batch_make(&pb, 3, lens, NULL, P, n_rows, vocab);
+    batch_begin(&pb);
+    struct pair_weight w = weight_normal(1, vocab, M, 1 / sqrtf(M));
+    struct tensor x = tensor_normal((size_t)pb.h.n_tokens * M, false, 1, 0);
+    struct tensor nw = tensor_normal(M, false, 0.1f, 1);
+    struct tensor rows =
+        tensor_make((size_t)n_rows * sizeof(struct row_result) / sizeof(float), false);
+    if (has_nan) {
+        float *v = tensor_get(&x, REF);
+        v[(size_t)pb.rows[n_rows / 2] * M + 7] = NAN;
+        tensor_put(&x, v);
+        free(v);
+    }
+    struct row_result *r[SIDES];
+    for (int s = 0; s < SIDES; s++) {
+        r[s] = must(malloc((size_t)n_rows * sizeof(*r[s])));
+        struct op_head op = {&pb.b[s], x.p[s], nw.p[s], 1e-6f, M, &w.w[s], rows.p[s]};
+        pair.b[s].ops->head(&pair.b[s], &op);
+    }
+    batch_end(&pb, &rows, r);
+    int n_lse = 0, n_target = 0, n_top = 0, n_bad = 0;
+    float worst = 0;
+    for (int32_t i = 0; i < n_rows; i++) {
+        const struct row_result *got = &r[DUT][i], *want = &r[REF][i];
+        n_bad += (got->n_bad != 0) != (want->n_bad != 0);
+        if (want->n_bad)
+            continue;
+        worst = fmaxf(worst, fabsf(got->lse - want->lse));
+        worst = fmaxf(worst, fabsf(got->target_logprob - want->target_logprob));
+        n_lse += !(fabsf(got->lse - want->lse) <= HEAD_TOLERANCE);
+        n_target += !(fabsf(got->target_logprob - want->target_logprob) <= HEAD_TOLERANCE);
+        n_top += wrong_top(got, want, pb.tops[i], HEAD_TOLERANCE) != 0;
+    }
+    CHECK(n_lse + n_target + n_top + n_bad == 0,
+          "head, vocabulary %d, %d rows%s: wrong lse %d, logprobs %d, candidates %d, NaN %d; "
+          "worst "
+          "%.2g",
+          vocab, n_rows, has_nan ? ", one NaN" : "", n_lse, n_target, n_top, n_bad,
+          (double)worst);
+    free(r[REF]), free(r[DUT]);
+    tensor_free(&x), tensor_free(&nw), tensor_free(&rows);
+    weight_free(&w);
+    batch_free(&pb);
+}
+
+/* ---- opening ---- */
+
+static void poison_cuda(struct backend *b)
+{
+    struct cuda_impl *impl = b->impl;
+    k_fill_nan(impl->work, impl->work_bytes, impl->stream);
+    k_fill_nan(impl->gemm.workspace, GEMM_WORKSPACE_BYTES, impl->stream);
+}
+
+static void poison_cpu(struct backend *b)
+{
+    size_t bytes;
+    void *p = cpu_impl_workspace(b, &bytes);
+    memset(p, 0xff, bytes < 64 << 20 ? bytes : 64 << 20);
+}
+
+static bool open_sides(bool is_self)
+{
+    struct errmsg e = {{0}};
+    pair.limits = (struct backend_limits){.max_tokens = MAX_T,
+                                          .max_seqs = MANY,
+                                          .max_rows = MAX_R,
+                                          .max_pages = PAIR_PAGES,
+                                          .M = M,
+                                          .F = 512,
+                                          .moe_F = 96,
+                                          .E = 64,
+                                          .top_k = 8,
+                                          .vocab = VOCAB,
+                                          .HQ = 16,
+                                          .HV = 8,
+                                          .conv_dim = 16 * 128};
+    must_be(backend_cpu_ops.open(&pair.b[REF], 0, &e), 0, "open cpu");
+    const struct backend_ops *ops = backend_find(is_self ? "cpu" : "cuda", &e);
+    if (!ops || ops->open(&pair.b[DUT], 0, &e) != 0) {
+        tap_skip("operations on a GPU", e.text);
+        return false;
+    }
+    pair.poison_work = is_self ? poison_cpu : poison_cuda;
+    for (int s = 0; s < SIDES; s++) {
+        int rc = pair.b[s].ops->workspace_make(&pair.b[s], &pair.limits, &e);
+        if (rc != 0)
+            printf("# %s\n", e.text);
+        must_be(rc, 0, "workspace_make");
+    }
+    return true;
+}
+
+/* ---- losing the device ---- */
+
+/* In a process of its own: after a fault nothing of a context can be used. */
+static void test_loss(void)
+{
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        execl("/proc/self/exe", "test_backend", "lose", (char *)NULL);
+        _exit(99);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0,
+          "a fault in a step is ERR_DEVICE with a reason, then and after (status %d)", status);
+}
+
+static int lose(void)
+{
+    struct pair_batch pb;
+    struct batch out;
+    if (!open_sides(false))
+        return 1;
+    const struct backend_ops *ops = pair.b[DUT].ops;
+    struct backend *b = &pair.b[DUT];
+    const int32_t lens[] = {5};
+    batch_make(&pb, 1, lens, NULL, P, 0, VOCAB);
+    must_be(ops->step_begin(b, &pb.h, &out), 0, "step_begin");
+    struct op_swiglu op = {.n_rows = 64, .F = 64, .gu = (void *)4096, .c = (void *)8192};
+    ops->swiglu(b, &op);
+    ops->step_end(b, &out, NULL, NULL);
+    int rc = ops->step_done(b, true);
+    printf("# lost: %d, %s\n", rc, b->lost ? b->lost : "no reason");
+    bool is_good = rc == ERR_DEVICE && b->lost && ops->step_begin(b, &pb.h, &out) == ERR_DEVICE;
+    ops->close(b);
+    return is_good ? 0 : 2;
+}
+
+int main(int argc, char **argv)
+{
+    bool is_self = argc > 1 && strcmp(argv[1], "self") == 0;
+    if (argc > 1 && strcmp(argv[1], "lose") == 0)
+        return lose();
+    pair.rng.s = 20261130;
+    printf("# seed %llu\n", (unsigned long long)pair.rng.s);
+    if (!open_sides(is_self))
+        return tap_done();
+    test_map();
+    test_steps();
+    test_rows();
+    test_matmul_shape(2048, 1024, 2048);
+    test_matmul_shape(520, 256, 576);
+    test_matmul_shape(1030, 640, 1088);
+    test_matmul_shape(256, 4096, 256);
+    for (int i = 0; i <= N_SHAPES; i++) {
+        test_gdn(i, 2, 4);
+        if (i < N_SHAPES)
+            test_gdn(i, 2, 2), test_gdn(i, 1, 3), test_gdn(i, 2, 8);
+        test_attn(i, 4, 2);
+        if (i < N_SHAPES)
+            test_attn(i, 16, 2), test_attn(i, 6, 1);
+    }
+    test_moe(1, 64, 8, 96, true);
+    test_moe(63, 8, 3, 64, false);
+    test_moe(450, 64, 8, 96, true);
+    test_moe(3000, 16, 4, 32, true);
+    test_head(VOCAB, 450, false);
+    test_head(VOCAB, 1500, false);
+    test_head(VOCAB, 33, true);
+    if (!is_self)
+        test_loss();
+    for (int s = 0; s < SIDES; s++)
+        pair.b[s].ops->close(&pair.b[s]);
+    return tap_done();
+}
