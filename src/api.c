@@ -227,6 +227,15 @@ static void name_ignored(struct exchange *x, const json_t *root, const struct js
     buf_fini(&list);
 }
 
+/* The refusal of a body carries its id too. */
+static void carry_request_id(struct exchange *x, const struct buf *text)
+{
+    json_t *v = json_peek(text->data, text->len, "request_id");
+    if (json_is_string(v) && exchange_id_is_valid(json_string_value(v), json_string_length(v)))
+        exchange_set_id(x, json_string_value(v));
+    json_decref(v);
+}
+
 int api_read_body(struct exchange *x, const struct json_rules *rules, struct json_body *body,
                   struct json_error *e)
 {
@@ -234,6 +243,8 @@ int api_read_body(struct exchange *x, const struct json_rules *rules, struct jso
     buf_init(&text);
     exchange_take_body(x, &text);
     int rc = json_parse(text.data, text.len, rules, body, e);
+    if (rc != 0)
+        carry_request_id(x, &text);
     buf_fini(&text);
     if (rc == 0)
         name_ignored(x, body->root, rules);

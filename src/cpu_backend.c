@@ -60,7 +60,11 @@ static int cpu_open(struct backend *b, int32_t n_threads, struct errmsg *e)
     impl->pool = cpu_pool_open(n_threads);
     if (!impl->pool) {
         free(impl);
-        return errmsg_set(e, ERR_NOMEM, "cpu backend: cannot start %d threads", (int)n_threads);
+        return errmsg_set(
+            e, ERR_NOMEM,
+            "cpu backend: no memory or no more threads for cpu-threads %d%s (limits "
+            "of the user or the unit?)",
+            (int)n_threads, n_threads ? "" : ", which is one a processor");
     }
     b->ops = &backend_cpu_ops;
     b->act = DTYPE_F32;
@@ -106,10 +110,11 @@ static int cpu_check(struct backend *b, const struct gdn_dims *gd, const struct 
                           "accepted: multiples of 16 up to %d",
                           (int)gd->K, (int)gd->V, GDN_DIM_MAX);
     if (ad && (ad->D % 64 || ad->D > ATTN_DIM_MAX))
-        return errmsg_set(e, ERR_UNSUPPORTED,
-                          "backend cpu: attention head dim is %d, accepted: a multiple of 64 up "
-                          "to %d",
-                          (int)ad->D, ATTN_DIM_MAX);
+        return errmsg_set(
+            e, ERR_UNSUPPORTED,
+            "backend cpu: attention head dim is %d, accepted: a multiple of 64 up "
+            "to %d",
+            (int)ad->D, ATTN_DIM_MAX);
     return 0;
 }
 

@@ -9,15 +9,18 @@
 #include "config.h"
 #include "log.h"
 #include "pages.h"
+#include "rate.h"
 #include "slots.h"
 #include "step.h"
+
+/* Tokens a microsecond, until a step has ended. */
+#define UNKNOWN_RATE 1e-3
 
 enum {
     STEPS_IN_FLIGHT = 2,
     TAKE_MAX = 256,        /* arrivals a turn */
     IDLE_WAIT_US = 500000, /* an idle tick: /health sees a live engine */
     FLIGHT_WAIT_US = 100,  /* nothing to launch while a step runs: look for arrivals */
-    RATE_KEEP_STEPS = 16   /* the measured rate forgets over about so many steps */
 };
 
 struct engine {
@@ -31,8 +34,8 @@ struct engine {
     int32_t i_oldest, n_in_flight;
     int64_t step_number;
     int64_t last_end_us;
-    double rate_tokens, rate_us; /* decayed sums over ended steps */
-    struct request *first;       /* every request the engine holds */
+    struct rate rate;      /* of ended steps */
+    struct request *first; /* every request the engine holds */
     int32_t n_held, n_admitted;
     int64_t admitted_left;    /* tokens of admitted requests not yet computed */
     struct sched_piece *plan; /* [max_seqs] */
@@ -47,6 +50,8 @@ struct engine {
     bool has_thread;
 };
 
+static bool engine_goes_on(void *arg);
+
 int engine_open(const struct engine_config *c, struct model *model, struct queue *queue,
                 struct metrics *metrics, struct engine **out, struct errmsg *e)
 {
@@ -57,6 +62,7 @@ int engine_open(const struct engine_config *c, struct model *model, struct queue
     en->model = model;
     en->queue = queue;
     en->metrics = metrics;
+    en->rate = rate_start(sizes->o.max_step_tokens);
     en->shuffle = c->shuffle;
     en->shuffle_state = c->shuffle_seed;
     struct sched_config sc = {.policy = c->policy,
@@ -85,6 +91,7 @@ int engine_open(const struct engine_config *c, struct model *model, struct queue
         model_poison_slot(model, i);
     for (int32_t i = 0; PREFILLD_POISON && i < en->pages.n_total; i++)
         model_poison_page(model, i);
+    model_set_goes_on(model, engine_goes_on, en);
     *out = en;
     return 0;
 }
@@ -99,6 +106,8 @@ void engine_close(struct engine *en)
     for (int i = 0; i < STEPS_IN_FLIGHT; i++)
         step_close(&en->steps[i]);
     free(en->plan);
+    if (en->model)
+        model_set_goes_on(en->model, NULL, NULL);
     free(en);
 }
 
@@ -311,12 +320,40 @@ static void engine_lose_device(struct engine *en)
     engine_end_all(en, "device lost");
 }
 
+/* How r stands that nobody waits for any more, or that cannot be waited for; OUTCOME_OK: it is
+ * wanted. */
+static enum outcome engine_doom(const struct engine *en, const struct request *r,
+                                int64_t now_us)
+{
+    if (r->is_ending)
+        return r->outcome;
+    if (atomic_load(&r->cancelled))
+        return OUTCOME_CANCELLED;
+    if (r->item.deadline_us && now_us > r->item.deadline_us)
+        return OUTCOME_DEADLINE;
+    return atomic_load(&en->stopping) ? OUTCOME_ERROR : OUTCOME_OK;
+}
+
+/* Between the layers of the step that is being launched, which on the CPU is when it runs: a long
+ * one is alive, and it is abandoned when none of its requests is wanted. */
+static bool engine_goes_on(void *arg)
+{
+    struct engine *en = arg;
+    struct step *s = &en->steps[(en->i_oldest + en->n_in_flight - 1) % STEPS_IN_FLIGHT];
+    int64_t now_us = request_now_us();
+    atomic_store(&en->metrics->last_progress_us, now_us);
+    for (int32_t i = 0; i < s->n_pieces; i++)
+        if (engine_doom(en, s->pieces[i].req, now_us) == OUTCOME_OK)
+            return true;
+    s->is_abandoned = true;
+    return false;
+}
+
 /* Plans, packs and launches one step. Returns whether there was one. */
 static bool engine_launch(struct engine *en)
 {
     struct sched_room room = {.now_us = request_now_us(),
-                              .rate_tokens_per_us =
-                                  en->rate_us > 0 ? en->rate_tokens / en->rate_us : 1e-3,
+                              .rate_tokens_per_us = rate_tokens_per_us(&en->rate, UNKNOWN_RATE),
                               .n_free_slots = en->slots.n_free,
                               .n_free_pages = en->pages.n_free};
     int32_t n = sched_plan(en->sched, &room, en->plan);
@@ -348,16 +385,14 @@ static void engine_measure(struct engine *en, const struct step *s)
 {
     int64_t now_us = request_now_us();
     int64_t from_us = s->launched_us > en->last_end_us ? s->launched_us : en->last_end_us;
-    const double keep = 1.0 - 1.0 / RATE_KEEP_STEPS;
-    en->rate_tokens = en->rate_tokens * keep + s->host.n_tokens;
-    en->rate_us = en->rate_us * keep + (double)(now_us > from_us ? now_us - from_us : 1);
+    rate_add(&en->rate, s->host.n_tokens, now_us > from_us ? now_us - from_us : 1);
     en->last_end_us = now_us;
     atomic_fetch_add(&en->metrics->steps, 1);
     atomic_fetch_add(&en->metrics->step_tokens, s->host.n_tokens);
     atomic_fetch_add(&en->metrics->step_us, now_us - from_us);
     atomic_store(&en->metrics->last_progress_us, now_us);
     atomic_store(&en->metrics->rate_tokens_per_s,
-                 (long long)(en->rate_tokens / en->rate_us * 1e6));
+                 (long long)(rate_tokens_per_us(&en->rate, UNKNOWN_RATE) * 1e6));
     log_debug("event=step step=%lld tokens=%d pieces=%d us=%lld", (long long)s->number,
               s->host.n_tokens, s->n_pieces, (long long)(now_us - from_us));
 }
@@ -383,10 +418,23 @@ static void engine_publish_piece(struct engine *en, const struct step *s, int32_
     }
     if (request_add_piece(r, s->number, p->start, p->n_tokens) != 0)
         engine_end_request(en, r, OUTCOME_ERROR, "no memory");
+    else if (atomic_load(&r->cancelled))
+        engine_end_request(en, r, OUTCOME_CANCELLED, "cancelled");
     else if (p->is_last && r->item.deadline_us && request_now_us() > r->item.deadline_us)
         engine_end_request(en, r, OUTCOME_DEADLINE, "deadline_ms has passed");
     else if (p->is_last)
         engine_end_request(en, r, OUTCOME_OK, "");
+}
+
+static void engine_end_abandoned(struct engine *en, struct request *r)
+{
+    static const char *const why[OUTCOME_COUNT] = {
+        [OUTCOME_CANCELLED] = "cancelled",
+        [OUTCOME_DEADLINE] = "deadline_ms has passed",
+        [OUTCOME_ERROR] = "the server is shutting down"};
+    enum outcome o = engine_doom(en, r, request_now_us());
+    r->n_in_flight--;
+    engine_end_request(en, r, o, why[o]);
 }
 
 /* Publishes the oldest step when it has ended. */
@@ -402,9 +450,14 @@ static bool engine_collect(struct engine *en, bool wait)
     struct step *s = &en->steps[en->i_oldest];
     en->i_oldest = (en->i_oldest + 1) % STEPS_IN_FLIGHT;
     en->n_in_flight--;
-    engine_measure(en, s);
-    for (int32_t i = 0; i < s->n_pieces; i++)
-        engine_publish_piece(en, s, i);
+    if (!s->is_abandoned)
+        engine_measure(en, s);
+    for (int32_t i = 0; i < s->n_pieces; i++) {
+        if (s->is_abandoned)
+            engine_end_abandoned(en, s->pieces[i].req);
+        else
+            engine_publish_piece(en, s, i);
+    }
     engine_publish_metrics(en);
     return true;
 }

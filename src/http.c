@@ -92,6 +92,14 @@ static bool conn_set_phase(struct conn *c, enum conn_phase phase, int64_t deadli
 
 /* ---- requests; I/O thread ---- */
 
+static int32_t count_of(const char *s, char c)
+{
+    int32_t n = 0;
+    for (; s && (s = strchr(s, c)) != NULL; s++)
+        n++;
+    return n;
+}
+
 /* The request line is complete. What is returned becomes *context of the other callbacks. */
 static void *on_target(void *cls, const char *target, struct MHD_Connection *mhd)
 {
@@ -106,6 +114,10 @@ static void *on_target(void *cls, const char *target, struct MHD_Connection *mhd
         c->phase = CONN_HEADERS;
         c->deadline_us = http_now_us() + (int64_t)h->c.header_timeout_s * 1000000;
     }
+    /* libmicrohttpd keeps each argument in the connection's memory, and does not say so when
+     * there are too many: it waits. */
+    if (count_of(target, '&') > HTTP_MAX_ARGUMENTS)
+        conn_refuse_now(c, 414, "the request target has more than 256 arguments");
     pthread_mutex_unlock(&h->lock);
     return x;
 }
@@ -124,6 +136,7 @@ static void on_completed(void *cls, struct MHD_Connection *mhd, void **context,
     pthread_mutex_lock(&h->lock);
     c->current = NULL;
     c->phase = CONN_IDLE;
+    c->deadline_us = http_now_us() + (int64_t)h->c.idle_timeout_s * 1000000;
     c->idle_bytes = conn_received_bytes(c->fd);
     if (x->is_active) {
         h->n_active--;
@@ -384,12 +397,16 @@ static int start_library(struct http *h)
 {
     /* The limit is kept at accept; here is room for connections that are just being closed. */
     unsigned limit = (unsigned)h->c.max_connections + 1024;
+    /* Its timeout starts anew with every byte: only a client that does not read is left to it. */
+    int32_t timeout_s = h->c.idle_timeout_s;
+    timeout_s = timeout_s > h->c.header_timeout_s ? timeout_s : h->c.header_timeout_s;
+    timeout_s = timeout_s > h->c.body_timeout_s ? timeout_s : h->c.body_timeout_s;
     h->mhd = MHD_start_daemon(
         MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ERROR_LOG |
             MHD_USE_NO_LISTEN_SOCKET,
         0, NULL, NULL, on_request, h, MHD_OPTION_EXTERNAL_LOGGER, log_library, NULL,
         MHD_OPTION_CONNECTION_LIMIT, limit, MHD_OPTION_CONNECTION_MEMORY_LIMIT,
-        (size_t)HTTP_POOL_BYTES, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)h->c.idle_timeout_s,
+        (size_t)HTTP_POOL_BYTES, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)timeout_s + 1,
         MHD_OPTION_NOTIFY_COMPLETED, on_completed, h, MHD_OPTION_NOTIFY_CONNECTION,
         on_connection, h, MHD_OPTION_URI_LOG_CALLBACK, on_target, h, MHD_OPTION_END);
     return h->mhd ? 0 : ERR_IO;
@@ -415,15 +432,32 @@ static int open_listeners(struct http *h, const struct http_config *c, struct er
     return 0;
 }
 
-/* The usual soft limit of 1024 descriptors is below the usual number of connections. */
-static void raise_fd_limit(int32_t max_connections)
+/* The usual soft limit of 1024 descriptors is below the usual number of connections. Where the
+ * hard limit is, too, there are fewer connections, since one that cannot be accepted waits
+ * untold. */
+static int raise_fd_limit(int32_t *max_connections, struct errmsg *e)
 {
     struct rlimit limit;
-    rlim_t need = (rlim_t)max_connections + HTTP_MAX_FAREWELLS + OWN_FDS;
+    const rlim_t others = HTTP_MAX_FAREWELLS + OWN_FDS;
+    rlim_t need = (rlim_t)*max_connections + others;
     if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= need)
-        return;
+        return 0;
     limit.rlim_cur = limit.rlim_max < need ? limit.rlim_max : need;
     setrlimit(RLIMIT_NOFILE, &limit);
+    if (limit.rlim_cur <= others)
+        return errmsg_set(
+            e, ERR_INVALID,
+            "the limit of open files is %llu (ulimit -n, LimitNOFILE): at least %llu "
+            "are needed, and max-connections %d takes %llu",
+            (unsigned long long)limit.rlim_cur, (unsigned long long)others + 1,
+            *max_connections, (unsigned long long)need);
+    if (limit.rlim_cur < need) {
+        log_warn("event=fewer_connections max_connections=%d open_files=%llu needed=%llu",
+                 (int)(limit.rlim_cur - others), (unsigned long long)limit.rlim_cur,
+                 (unsigned long long)need);
+        *max_connections = (int32_t)(limit.rlim_cur - others);
+    }
+    return 0;
 }
 
 static void init_lock(struct http *h)
@@ -460,11 +494,12 @@ int http_open(const struct http_config *c, struct http **out, struct errmsg *e)
     init_lock(h);
     for (int i = 0; i < HTTP_MAX_FAREWELLS; i++)
         h->farewells[i].fd = -1;
-    raise_fd_limit(c->max_connections);
-    int rc = open_listeners(h, c, e);
+    int rc = raise_fd_limit(&h->c.max_connections, e);
+    if (rc == 0)
+        rc = open_listeners(h, c, e);
     if (rc != 0)
         goto fail;
-    rc = watch_open(c->max_connections + c->n_listen + HTTP_MAX_FAREWELLS, TICK_MS, &ops, h,
+    rc = watch_open(h->c.max_connections + c->n_listen + HTTP_MAX_FAREWELLS, TICK_MS, &ops, h,
                     &h->watch);
     if (rc == 0)
         rc = start_library(h);

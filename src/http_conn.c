@@ -52,6 +52,8 @@ static const char *reason_of(int status)
         return "Request Timeout";
     case 413:
         return "Content Too Large";
+    case 414:
+        return "URI Too Long";
     default:
         return "Service Unavailable";
     }
@@ -233,18 +235,28 @@ static void close_listeners(struct http *h)
 
 /* ---- deadlines ---- */
 
-/* http.lock held. Answers 408 if anything was asked, and makes libmicrohttpd see the end. */
+void conn_refuse_now(struct conn *c, int status, const char *message)
+{
+    conn_send_refusal(c->fd, status, c->current ? c->current->id : NULL, message);
+    /* One that was refused already is not told of twice. */
+    if (c->current && c->current->state == EXCHANGE_READING)
+        c->current->refused_status = status;
+    c->is_expired = true;
+    shutdown(c->fd, SHUT_RDWR);
+}
+
+/* http.lock held. Answers 408 if anything was asked. */
 static void expire(struct conn *c)
 {
-    bool is_silent = c->phase == CONN_HEADERS && !c->current && conn_received_bytes(c->fd) == 0;
+    bool is_silent = c->phase == CONN_IDLE || (c->phase == CONN_HEADERS && !c->current &&
+                                               conn_received_bytes(c->fd) == 0);
     const char *what = c->phase == CONN_BODY ? "the body did not arrive within body-timeout-s"
                                              : "the headers did not arrive within "
                                                "header-timeout-s";
-    if (!is_silent)
-        conn_send_refusal(c->fd, 408, c->current ? c->current->id : NULL, what);
-    /* One that was refused already is not told of twice. */
-    if (c->current && c->current->state == EXCHANGE_READING)
-        c->current->refused_status = 408;
+    if (!is_silent) {
+        conn_refuse_now(c, 408, what);
+        return;
+    }
     c->is_expired = true;
     shutdown(c->fd, SHUT_RDWR);
 }
@@ -275,7 +287,7 @@ static void scan_deadlines(struct http *h, int64_t now_us)
     for (struct conn *c = h->conns; c; c = c->next) {
         if (c->phase == CONN_ANSWER || c->is_expired)
             continue;
-        if (c->phase != CONN_IDLE && now_us >= c->deadline_us)
+        if (now_us >= c->deadline_us)
             expire(c);
         else if (inspects)
             inspect(c, now_us);

@@ -22,6 +22,7 @@ enum {
     HTTP_POOL_BYTES = 64 * 1024,    /* libmicrohttpd's memory for a connection */
     HTTP_MAX_TARGET = 8 * 1024,     /* above: 414 */
     HTTP_MAX_HEADERS = 16 * 1024,   /* above: 431 */
+    HTTP_MAX_ARGUMENTS = 256,       /* of a request target; above: 414 */
     HTTP_SWALLOW_BYTES = 64 * 1024, /* a refused body up to this is read, and the connection
                                        kept */
     HTTP_MAX_FAREWELLS = 64,
@@ -147,6 +148,8 @@ void conn_close_farewells(struct http *h);
 void conn_linger(struct conn *c);
 /* Bytes received so far; 0 when that is not known (unix sockets). */
 uint64_t conn_received_bytes(int fd);
+/* http.lock held. Answers as conn_send_refusal does, and makes libmicrohttpd see the end. */
+void conn_refuse_now(struct conn *c, int status, const char *message);
 /* Writes a whole answer to a socket on which none is under way, without libmicrohttpd. */
 void conn_send_refusal(int fd, int status, const char *id, const char *message);
 

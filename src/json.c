@@ -364,6 +364,22 @@ int json_parse(const char *text, size_t len, const struct json_rules *rules,
     return rc;
 }
 
+json_t *json_peek(const char *text, size_t len, const char *field)
+{
+    struct cursor c;
+    cursor_init(&c, text, len);
+    while (cursor_next(&c))
+        if (strcmp(c.key, field) == 0) {
+            const char *value = skip_blanks(c.p, c.end);
+            const char *close =
+                value < c.end && *value == '"' ? find_quote(value + 1, c.end) : c.end;
+            return close < c.end ? json_loadb(value, (size_t)(close + 1 - value),
+                                              JSON_DECODE_ANY | JSON_ALLOW_NUL, NULL)
+                                 : NULL;
+        }
+    return NULL;
+}
+
 void json_fini(struct json_body *b)
 {
     json_decref(b->root);

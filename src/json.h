@@ -42,6 +42,9 @@ struct json_error {
 int json_parse(const char *text, size_t len, const struct json_rules *rules,
                struct json_body *out, struct json_error *e);
 void json_fini(struct json_body *b);
+/* The string under a top-level field of a text that json_parse refused, as far as it can be told: for
+ * what a refusal has to carry. A new reference, or NULL. */
+json_t *json_peek(const char *text, size_t len, const char *field);
 
 /* "a string", "a list", "a number with a fraction", ... for messages. NULL: "nothing". */
 const char *json_kind(const json_t *value);

@@ -14,6 +14,7 @@
 #include "engine.h"
 #include "log.h"
 #include "model.h"
+#include "utf8.h"
 #include "work.h"
 
 enum { EXIT_DEVICE_LOST = 70, EXIT_BAD_CONFIG = 78 };
@@ -63,16 +64,25 @@ static int signals_wait(int32_t wait_ms)
 
 /* ---- before the socket: what can be refused without reading weights ---- */
 
-static void server_name(struct server *s)
+/* The id stands in every answer and in the `ready` line. */
+static int server_name(struct server *s, struct errmsg *e)
 {
-    if (s->conf.served_name) {
-        snprintf(s->model_id, sizeof(s->model_id), "%s", s->conf.served_name);
-        return;
-    }
     char real[PATH_MAX];
     const char *path = realpath(s->conf.model, real) ? real : s->conf.model;
     const char *slash = strrchr(path, '/');
-    snprintf(s->model_id, sizeof(s->model_id), "%s", slash && slash[1] ? slash + 1 : path);
+    const char *last = slash && slash[1] ? slash + 1 : path;
+    const char *name = s->conf.served_name ? s->conf.served_name : last;
+    bool is_text = utf8_is_valid(name, strlen(name), NULL);
+    for (const char *p = name; *p; p++)
+        is_text &= (unsigned char)*p > 0x20 && *p != 0x7f;
+    if (!is_text)
+        return errmsg_set(e, ERR_INVALID,
+                          "%s: found blanks, control characters or bytes that are not UTF-8, "
+                          "accepted: UTF-8 text without them%s",
+                          s->conf.served_name ? "served-name" : "model: its last component",
+                          s->conf.served_name ? "" : "; or give --served-name");
+    snprintf(s->model_id, sizeof(s->model_id), "%s", name);
+    return 0;
 }
 
 static int server_open_tokenizer(struct server *s, struct errmsg *e)
@@ -125,7 +135,7 @@ static int server_size(struct server *s, struct errmsg *e)
     return rc;
 }
 
-static void server_print_sizes(const struct server *s)
+static void server_log_sizes(const struct server *s)
 {
     const struct model_sizes *z = &s->sizes;
     const double mib = 1 << 20;
@@ -143,6 +153,30 @@ static void server_print_sizes(const struct server *s)
              (double)z->total_bytes / mib, (double)z->memory_bytes / mib);
     log_info("event=limits max_step_tokens=%d max_seqs=%d max_prompt_tokens=%d",
              z->o.max_step_tokens, z->o.max_seqs, z->o.max_prompt_tokens);
+}
+
+/* The answer to --check. */
+static void server_print_check(const struct server *s)
+{
+    const struct model_sizes *z = &s->sizes;
+    const struct arch *a = &s->arch;
+    const double mib = 1 << 20;
+    printf("%s: configuration and model are good\n", s->model_id);
+    printf("  model    %s, %d layers (%d GDN, %d attention), hidden %d, vocabulary %d\n",
+           a->model_type, a->n_layers, a->n_gdn, a->n_attn, a->M, a->vocab);
+    printf("  backend  %s\n", s->backend.ops->name);
+    printf("  weights  %10.1f MiB\n", (double)z->weights_bytes / mib);
+    printf("  scratch  %10.1f MiB for steps of %d tokens in %d pieces\n",
+           (double)(z->scratch_bytes + z->workspace_bytes) / mib, z->o.max_step_tokens,
+           z->o.max_seqs);
+    printf("  states   %10.1f MiB for %d slots\n", (double)z->slots_bytes / mib,
+           z->o.state_slots);
+    printf("  KV       %10.1f MiB for %lld tokens in %d pages of %d\n",
+           (double)z->pages_bytes / mib, (long long)z->n_pages * z->o.page_tokens, z->n_pages,
+           z->o.page_tokens);
+    printf("  total    %10.1f MiB of %.1f MiB that are free\n", (double)z->total_bytes / mib,
+           (double)z->memory_bytes / mib);
+    printf("  prompts  up to %d tokens\n", z->o.max_prompt_tokens);
 }
 
 /* ---- the socket ---- */
@@ -274,7 +308,10 @@ static void server_drain(struct server *s)
     if (is_done)
         log_info("event=drained");
     else
-        log_warn("event=drain_cut waiting=%d what is left is ended", queue_n_waiting(s->queue));
+        log_warn(
+            "event=drain_cut waiting=%d the step under way ends, its requests may still be "
+            "answered; the others get 503",
+            queue_n_waiting(s->queue));
     http_quiesce(s->http);
     engine_stop(s->engine);
     http_flush(s->http, request_now_us() + 1000000);
@@ -307,20 +344,21 @@ static int server_run(struct server *s, struct errmsg *e)
 {
     if (metrics_init(&s->metrics) != 0)
         return EXIT_FAILURE;
-    server_name(s);
-    int rc = api_open(&s->api, s->conf.api_key_file, e);
+    int rc = server_name(s, e);
+    if (rc == 0)
+        rc = api_open(&s->api, s->conf.api_key_file, e);
     if (rc == 0)
         rc = server_open_checkpoint(s, e);
     if (rc == 0)
         rc = server_size(s, e);
     if (rc != 0)
         return EXIT_BAD_CONFIG;
-    server_print_sizes(s);
     if (s->conf.action == CONF_CHECK) {
         e->text[0] = '\0';
-        printf("%s: configuration and model are good\n", s->model_id);
+        server_print_check(s);
         return 0;
     }
+    server_log_sizes(s);
     rc = server_open_http(s, e);
     if (rc != 0)
         return rc == ERR_NOMEM ? EXIT_FAILURE : EXIT_BAD_CONFIG;

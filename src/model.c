@@ -16,6 +16,8 @@ struct model {
     struct state_pool *states; /* [n_gdn] */
     struct kv_pool *kvs;       /* [n_attn] */
     void *scratch[SCRATCH_COUNT];
+    bool (*goes_on)(void *arg);
+    void *goes_on_arg;
     void (*tap)(void *arg, int32_t layer, const float *x);
     void *tap_arg;
 };
@@ -230,8 +232,8 @@ static void model_moe(struct model *m, int32_t T, const struct layer_weights *w)
     m->b->ops->moe_experts(m->b, &experts);
 }
 
-/* Each block leaves its output in y; the next norm adds it to x. */
-static void model_layers(struct model *m, const struct batch *b)
+/* Each block leaves its output in y; the next norm adds it to x. False: abandoned. */
+static bool model_layers(struct model *m, const struct batch *b)
 {
     const struct arch *a = m->a;
     void **s = m->scratch;
@@ -241,6 +243,8 @@ static void model_layers(struct model *m, const struct batch *b)
         m->tap(m->tap_arg, 0, s[SCRATCH_X]);
     for (int32_t l = 0; l < a->n_layers; l++) {
         const struct layer_weights *w = &m->w.layers[l];
+        if (m->goes_on && !m->goes_on(m->goes_on_arg))
+            return false;
         model_norm(m, T, y, w->in_norm, s[SCRATCH_H]);
         if (a->layers[l] == LAYER_GDN)
             model_gdn(m, b, w, &m->states[i_gdn++]);
@@ -260,6 +264,7 @@ static void model_layers(struct model *m, const struct batch *b)
     }
     if (y)
         model_norm(m, T, y, NULL, NULL);
+    return true;
 }
 
 int model_launch(struct model *m, const struct batch_host *h, struct row_result *results)
@@ -271,9 +276,9 @@ int model_launch(struct model *m, const struct batch_host *h, struct row_result 
         return rc;
     struct op_embed embed = {.b = &b, .w = &m->w.embed, .x = m->scratch[SCRATCH_X]};
     ops->embed(m->b, &embed);
-    model_layers(m, &b);
+    bool is_whole = model_layers(m, &b);
     struct row_result *rows = m->scratch[SCRATCH_ROWS];
-    if (b.n_rows > 0) {
+    if (is_whole && b.n_rows > 0) {
         struct op_head head = {.b = &b,
                                .x = m->scratch[SCRATCH_X],
                                .norm_w = m->w.final_norm,
@@ -319,6 +324,12 @@ int model_kv_read(struct model *m, int32_t i_attn, const int32_t *pages, int32_t
                   float *k, float *v)
 {
     return m->b->ops->kv_read(m->b, &m->ad, &m->kvs[i_attn], pages, n_tokens, k, v);
+}
+
+void model_set_goes_on(struct model *m, bool (*goes_on)(void *arg), void *arg)
+{
+    m->goes_on = goes_on;
+    m->goes_on_arg = arg;
 }
 
 void model_set_tap(struct model *m, void (*tap)(void *arg, int32_t layer, const float *x),

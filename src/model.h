@@ -63,6 +63,11 @@ int model_state_read(struct model *m, int32_t i_gdn, int32_t slot, float *S, flo
 int model_kv_read(struct model *m, int32_t i_attn, const int32_t *pages, int32_t n_tokens,
                   float *k, float *v);
 
+/* goes_on is asked before every layer, on the thread that launches; false abandons the step: its
+ * other layers and its head are left out, its results and what it wrote to slots and pages mean
+ * nothing, and model_done tells of its end as ever. */
+void model_set_goes_on(struct model *m, bool (*goes_on)(void *arg), void *arg);
+
 /* Tests: called with the residual stream x [T, M] f32 (backend memory) before layer 0 and after
  * each layer (layer + 1). NULL turns it off. */
 void model_set_tap(struct model *m, void (*tap)(void *arg, int32_t layer, const float *x),

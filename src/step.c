@@ -51,6 +51,7 @@ void step_reset(struct step *s, int64_t number)
 {
     s->number = number;
     s->launched_us = 0;
+    s->is_abandoned = false;
     s->n_pieces = 0;
     memset(&s->host, 0, sizeof(s->host));
     s->cu_seqlens[0] = 0;

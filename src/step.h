@@ -25,7 +25,8 @@ struct step_piece {
 struct step {
     int64_t number;
     int64_t launched_us;
-    struct batch_host host;    /* points into the arrays below */
+    bool is_abandoned;      /* the engine's: some layers were left out, results mean nothing */
+    struct batch_host host; /* points into the arrays below */
     struct step_piece *pieces; /* [max_seqs] */
     int32_t n_pieces;
     struct row_result *results; /* [max_rows] host */

@@ -346,6 +346,18 @@ static void test_refusals(void)
     a = prefill(s, "{\"request_id\":\"b1\",\"top_logprobs\":99,\"prompt\":[1]}");
     CHECK(a.status == 400 && answer_has(&a, "X-Request-Id", "b1"), "or the body's");
     answer_free(&a);
+    static const char *const broken[] = {
+        "{\"request_id\":\"b2\",\"prompt\":[-1]}",
+        "{\"prompt\":[1,999999],\"request_id\":\"\\u0062\\u0032\"}",
+        "{\"request_id\" : \"b2\", \"prompt\":[1],}"};
+    for (int i = 0; i < 3; i++) {
+        a = prefill(s, broken[i]);
+        CHECK(a.status == 400 && answer_has(&a, "X-Request-Id", "b2"),
+              "also of a body that does not parse: %d", i);
+        if (i < 2)
+            answer_free(&a);
+    }
+    answer_free(&a);
     server_stop(s);
 }
 

@@ -209,6 +209,30 @@ static void test_long_headers(void)
     server_stop(s);
 }
 
+/* libmicrohttpd 0.9.75 runs out of the connection's memory at about a thousand, and waits. */
+static void test_arguments(void)
+{
+    struct server *s = server_start(server_config());
+    char request[8192];
+    static const struct {
+        int n, status;
+    } cases[] = {{256, 200}, {257, 414}, {3000, 414}};
+    for (int i = 0; i < 3; i++) {
+        int len = snprintf(request, sizeof(request), "GET /x?a");
+        for (int k = 0; k < cases[i].n; k++)
+            len += snprintf(request + len, sizeof(request) - (size_t)len, "&a");
+        snprintf(request + len, sizeof(request) - (size_t)len, " HTTP/1.1\r\n" HOST "\r\n");
+        int fd = client_connect(s->address);
+        client_sends(fd, request);
+        struct answer a = client_read(fd, 1);
+        CHECK(a.status == cases[i].status, "%d arguments: %d", cases[i].n, a.status);
+        answer_free(&a);
+        close(fd);
+    }
+    CHECK(becomes(&s->n_refused, 2), "the owner hears of both");
+    server_stop(s);
+}
+
 /* ---- bodies ---- */
 
 static void test_body_limits(void)
@@ -343,6 +367,7 @@ int main(void)
     test_ids();
     test_framing();
     test_long_headers();
+    test_arguments();
     test_body_limits();
     test_early_refusal();
     test_body_budget();

@@ -175,10 +175,44 @@ static void test_deadlines(void)
     server_stop(s);
 }
 
+/* idle-timeout-s is a total between requests, also where drips cannot be seen (unix sockets),
+ * and cuts nothing else short. */
+static void test_idle(const char *dir)
+{
+    char address[300];
+    const char *listen[1] = {address};
+    struct http_config c = server_config();
+    snprintf(address, sizeof(address), "unix:%s/idle.sock", dir);
+    c.listen = listen;
+    c.idle_timeout_s = 1;
+    c.body_timeout_s = 4;
+    struct server *s = server_start(c);
+    int fds[2] = {client_connect(s->address), client_connect(s->address)};
+    client_sends(fds[0], "GET /x HTTP/1.1\r\n" HOST "\r\n");
+    struct answer a = client_read(fds[0], 1);
+    answer_free(&a);
+    client_sends(fds[1], "POST /echo HTTP/1.1\r\n" HOST "Content-Length: 4\r\n\r\nab");
+    long long start = client_now_ms();
+    while (send(fds[0], "G", 1, MSG_NOSIGNAL) == 1 && client_now_ms() - start < 3000)
+        client_sleep_ms(30);
+    long long ended = client_now_ms() - start;
+    CHECK(ended >= 900 && ended < 2000, "a dripped second request on a unix socket: %lld ms",
+          ended);
+    while (client_now_ms() - start < 2500)
+        client_sleep_ms(10);
+    client_sends(fds[1], "cd");
+    a = client_read(fds[1], 1);
+    CHECK(a.status == 200 && strstr(a.body, "abcd"), "a body may pause for longer");
+    answer_free(&a);
+    close(fds[0]);
+    close(fds[1]);
+    server_stop(s);
+}
+
 static void test_slow_reader(void)
 {
     struct http_config c = server_config();
-    c.idle_timeout_s = 1;
+    c.idle_timeout_s = c.header_timeout_s = c.body_timeout_s = 1;
     struct server *s = server_start(c);
     int fd = client_connect(s->address);
     client_sends(fd, "GET /big HTTP/1.1\r\n" HOST "\r\n");
@@ -490,6 +524,7 @@ int main(void)
     test_hangup_reading();
     test_hangup_early();
     test_deadlines();
+    test_idle(dir);
     test_slow_reader();
     test_connection_limit();
     test_full_pool();

@@ -2,10 +2,12 @@
  * one consumer. A lost wake hangs the program: the alarm turns that into a failure. */
 #include "queue.h"
 
+#include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "rate.h"
 #include "rng.h"
 #include "tap.h"
 
@@ -133,6 +135,24 @@ static void test_retry_after(void)
     CHECK(queue_retry_after_s(1000, 0) == 1 && queue_retry_after_s(1000, 0.0 / 0.0) == 1 &&
               queue_retry_after_s(1000, -5) == 1,
           "no rate yet: 1");
+}
+
+/* A full step of 8,192 tokens in 0.5 s, then a thousand of 5 tokens in 2 ms each: a queue is
+ * still worked off at 16,384 tokens a second, where a quotient of sums says 2,500. */
+static void test_rate(void)
+{
+    struct rate r = rate_start(8192);
+    CHECK(rate_tokens_per_us(&r, 7) == 7, "no step yet");
+    rate_add(&r, 8192, 500000);
+    CHECK(fabs(rate_tokens_per_us(&r, 7) * 1e6 - 16384) < 1, "one step");
+    for (int i = 0; i < 1000; i++)
+        rate_add(&r, 5, 2000);
+    CHECK(fabs(rate_tokens_per_us(&r, 7) * 1e6 / 16384 - 1) < 0.05,
+          "small steps say little: %g", rate_tokens_per_us(&r, 7) * 1e6);
+    for (int i = 0; i < 64; i++)
+        rate_add(&r, 8192, 1000000);
+    CHECK(fabs(rate_tokens_per_us(&r, 7) * 1e6 / 8192 - 1) < 0.05, "full ones are followed: %g",
+          rate_tokens_per_us(&r, 7) * 1e6);
 }
 
 /* ---- threads */
@@ -329,6 +349,7 @@ int main(void)
     test_full();
     test_waits();
     test_retry_after();
+    test_rate();
     test_wakes_a_sleeper();
     test_threads(false);
     test_threads(true);
