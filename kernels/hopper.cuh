@@ -92,6 +92,45 @@ __device__ static inline void bulk_load(void *dst, const void *src, uint32_t byt
         : "memory");
 }
 
+/* ---- clusters: blocks that share a bulk copy ---- */
+
+/* Box of a tensor map at (x, y) to the same place in every block of `mask`, whose barriers at the
+ * same place as `bar` count its bytes. */
+__device__ static inline void tma_load2_to(void *dst, const CUtensorMap *map, uint64_t *bar,
+                                           int x, int y, uint16_t mask)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::"
+        "bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(smem_addr(dst)),
+        "l"(map), "r"(smem_addr(bar)), "r"(x), "r"(y), "h"(mask)
+        : "memory");
+}
+
+/* Arrival at the barrier that lies at `bar` in block `rank`. */
+__device__ static inline void mbar_arrive_at(uint64_t *bar, int rank)
+{
+    asm volatile("{\n.reg .b32 at;\n"
+                 "mapa.shared::cluster.u32 at, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [at];\n}" ::"r"(smem_addr(bar)),
+                 "r"(rank)
+                 : "memory");
+}
+
+__device__ static inline int cluster_rank(void)
+{
+    int r;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+}
+
+/* All threads of all blocks. Initialised barriers are seen by the others after it. */
+__device__ static inline void cluster_sync(void)
+{
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 template <int N> __device__ static inline void reg_alloc(void)
 {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
@@ -189,6 +228,16 @@ __device__ static inline void wg_ss64(float c[8][4], uint64_t a, uint64_t b, int
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WG_NAMES32 "}, "
                  "%32, %33, p, 1, 1, 0, 0;\n}"
                  : WG_ACC32(c)
+                 : "l"(a), "l"(b), "r"(add));
+}
+
+/* acc[64, 256] (+)= A B^T, both from shared memory with k contiguous. */
+__device__ static inline void wg_ss256(float c[32][4], uint64_t a, uint64_t b, int add)
+{
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WG_NAMES128 "}, "
+                 "%128, %129, p, 1, 1, 0, 0;\n}"
+                 : WG_ACC128(c)
                  : "l"(a), "l"(b), "r"(add));
 }
 

@@ -218,7 +218,8 @@ struct k_moe_route {
 cudaError_t k_moe_route(const struct k_moe_route *a, cudaStream_t stream);
 
 /* Which rows each expert has. A place is a (row, choice) pair; places are sorted by expert, in
- * row order inside one. Tile i is up to K_MOE_TILE places of one expert. */
+ * row order inside one. A tile is up to K_MOE_TILE places of one expert; tiles come in pairs of
+ * one expert, of which the second may be empty. */
 struct k_moe_list {
     int32_t n_rows, top_k, E;
     int32_t max_tiles; /* the most there can be; sizes the grids */
@@ -246,7 +247,9 @@ cudaError_t k_moe_sort(const struct k_moe_sort *a, cudaStream_t stream);
  * gate rows | up rows and c = silu(gate) * up from the f32 sums, rows / 2 columns. A place's
  * bits depend on its own row and expert alone: k in ascending steps of 16, never split. */
 struct k_moe_gemm {
-    struct k_moe_list list; /* filled */
+    const struct k_device *dev; /* host memory; NULL: the portable body */
+    int32_t body;               /* a K_MOE_ value; tests and benchmarks pick one, else AUTO */
+    struct k_moe_list list;     /* filled */
     int32_t gather; /* 1: a is [n_rows, cols], place i reads row rows[i]; 0: [places, cols] */
     int32_t swiglu; /* 0, 1 */
     int32_t rows;   /* outputs; a multiple of 8, with swiglu of 16 */
@@ -255,6 +258,7 @@ struct k_moe_gemm {
     const void *w;  /* [E, rows, cols] bf16 */
     void *c;        /* out [places, swiglu ? rows / 2 : rows] bf16 */
 };
+enum { K_MOE_AUTO, K_MOE_PORTABLE, K_MOE_HOPPER };
 cudaError_t k_moe_gemm(const struct k_moe_gemm *a, cudaStream_t stream);
 
 /* y = sum over choices, in order, of weight * down[place], + shared * sigmoid(h . shared_gate);

@@ -149,7 +149,7 @@ __global__ static void __launch_bounds__(K_MOE_MAX_EXPERTS)
         for (int b = 0; b < n_blocks; b++)
             mine += counts[(int64_t)b * l.E];
     int first = block_scan(mine, &total);
-    int n_tiles = (mine + K_MOE_TILE - 1) / K_MOE_TILE;
+    int n_tiles = (mine + 2 * K_MOE_TILE - 1) / (2 * K_MOE_TILE) * 2;
     int tile = block_scan(n_tiles, &total);
     if (e == 0)
         *l.n_tiles = total;
@@ -276,11 +276,11 @@ static int64_t sort_blocks(int64_t n_rows, int32_t top_k)
     return ceil_div(n_rows * top_k, SORT_PLACES);
 }
 
-/* Every expert with rows adds at most one tile that is not full. */
+/* Every expert with rows adds at most one pair of tiles that is not full. */
 static int64_t max_tiles(int64_t n_rows, int32_t top_k, int32_t E)
 {
     int64_t n = n_rows * top_k;
-    return n / K_MOE_TILE + (n < E ? n : E);
+    return 2 * (n / (2 * K_MOE_TILE) + (n < E ? n : E));
 }
 
 /* Takes n int32 at *at on, in whole 128 bytes. */

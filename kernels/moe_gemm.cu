@@ -10,8 +10,9 @@
  * last are zeros, and warps with no place skip the products. Grid max_tiles * column blocks,
  * columns fastest so that the blocks in flight share rows of a; the blocks past n_tiles end at
  * once. Block 128, shared 97 KB, two a multiprocessor on sm_90.
- * Limit: mma.sync for many rows an expert, the bytes of the weights for few. */
-#include "tile.cuh"
+ * Limit: the L2 (64 FLOP a byte of tiles; seen: 5 TB/s) for many rows an expert, the bytes of the
+ * weights for few. Hopper has its own body, moe_hopper.cu. */
+#include "moe_gemm.cuh"
 
 // ---- kernels
 
@@ -138,6 +139,8 @@ __global__ static void __launch_bounds__(GEMM_THREADS, 2)
     struct gemm_block g;
     g.place = a.list.tiles[2 * tile + 1];
     g.n_places = min(a.list.first[expert + 1] - g.place, (int)GEMM_ROWS);
+    if (g.n_places <= 0)
+        return;
     g.col = blockIdx.x % n_col_blocks * (a.swiglu ? 64 : GEMM_COLS);
     g.n_cols = a.swiglu ? a.rows / 2 : a.rows;
     g.w = (const bf16 *)a.w + (int64_t)expert * a.rows * a.cols;
@@ -177,12 +180,14 @@ extern "C" cudaError_t k_moe_gemm(const struct k_moe_gemm *a, cudaStream_t strea
 {
     if (a->rows <= 0 || a->rows % (a->swiglu ? 16 : 8) || a->cols <= 0 || a->cols % 8)
         return cudaErrorInvalidValue;
+    if (a->list.max_tiles == 0)
+        return cudaSuccess;
+    if (a->body == K_MOE_HOPPER || (a->body == K_MOE_AUTO && a->dev && a->dev->cc == 90))
+        return moe_gemm_hopper(a, stream);
     int64_t cols = a->swiglu ? ceil_div(a->rows / 2, 64) : ceil_div(a->rows, GEMM_COLS);
     int64_t n = a->list.max_tiles * cols;
     if (n > INT32_MAX)
         return cudaErrorInvalidValue;
-    if (n == 0)
-        return cudaSuccess;
     cudaError_t e = cudaFuncSetAttribute(
         moe_gemm_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(struct gemm_smem));
     if (e != cudaSuccess)

@@ -14,7 +14,7 @@ static void line(int T, const char *name, double ms, double flop, double bytes)
     fflush(stdout);
 }
 
-static void bench(int T, const dbuf<bf16> &w1, const dbuf<bf16> &w2)
+static void bench(int body, int T, const dbuf<bf16> &w1, const dbuf<bf16> &w2)
 {
     const int E = 256, k = 8, M = 2048, F = 512;
     size_t places = (size_t)T * k;
@@ -29,8 +29,8 @@ static void bench(int T, const dbuf<bf16> &w1, const dbuf<bf16> &w2)
     k_moe_list_make(&list, work.p, T, k, E);
     struct k_moe_route r = {T, E, k, 1, logits.p, ids.p, weights.p};
     struct k_moe_sort s = {list, ids.p};
-    struct k_moe_gemm up = {list, 1, 1, 2 * F, M, h.p, w1.p, mid.p};
-    struct k_moe_gemm dn = {list, 0, 0, M, F, mid.p, w2.p, down.p};
+    struct k_moe_gemm up = {&dev, body, list, 1, 1, 2 * F, M, h.p, w1.p, mid.p};
+    struct k_moe_gemm dn = {&dev, body, list, 0, 0, M, F, mid.p, w2.p, down.p};
     struct k_moe_combine c = {list, M, weights.p, down.p, shared.p, h.p, gate.p, y.p};
     double t_route = median_ms([&] { CU(k_moe_route(&r, 0)); });
     double t_sort = median_ms([&] { CU(k_moe_sort(&s, 0)); });
@@ -61,8 +61,12 @@ int main(void)
     dbuf<bf16> w1((size_t)256 * 1024 * 2048), w2((size_t)256 * 2048 * 512);
     CU(k_fill_normal(w1.p, (int64_t)w1.n, 0, 5, 0.02f, 0));
     CU(k_fill_normal(w2.p, (int64_t)w2.n, 0, 6, 0.04f, 0));
-    for (int T : {64, 1024, 8192, 32768})
-        bench(T, w1, w2);
+    for (int body = K_MOE_PORTABLE; body <= (dev.cc == 90 ? K_MOE_HOPPER : K_MOE_PORTABLE);
+         body++) {
+        printf("%s products\n", body == K_MOE_HOPPER ? "hopper" : "portable");
+        for (int T : {64, 1024, 8192, 32768})
+            bench(body, T, w1, w2);
+    }
     const int R = 1024, vocab = 248320;
     dbuf<float> logits((size_t)R * vocab);
     dbuf<int32_t> targets(R), top(R);

@@ -163,9 +163,20 @@ static int wrong_ids(const int32_t *got, const int32_t *want, const float *weigh
     return n_wrong;
 }
 
+/* A weight of E rows is a router by the limits. */
+static void limit_experts(int32_t E)
+{
+    struct errmsg e;
+    pair.limits.E = E;
+    for (int s = 0; s < SIDES; s++)
+        must_be(pair.b[s].ops->workspace_make(&pair.b[s], &pair.limits, &e), 0,
+                "workspace_make");
+}
+
 static void test_moe(int32_t T, int32_t E, int32_t top_k, int32_t F, bool is_shared)
 {
     char what[96];
+    limit_experts(E);
     struct pair_weight router = weight_normal(1, E, M, 2 / sqrtf(M));
     struct pair_weight up = weight_normal(E, 2 * F, M, 1 / sqrtf(M));
     struct pair_weight down = weight_normal(E, M, F, 1 / sqrtf((float)F));
@@ -283,6 +294,52 @@ static void test_head(int32_t vocab, int32_t n_rows, bool has_nan)
     batch_free(&pb);
 }
 
+/* ---- more than 2^31 elements ---- */
+
+/* Writes and reads the last slot and page of pools that a 32-bit index does not span, through the
+ * calls and through a step; the first ones must stay as they were. */
+static void test_large_pools(void)
+{
+    struct backend *b = &pair.b[DUT];
+    const struct backend_ops *ops = b->ops;
+    struct gdn_dims gd = {.H = 2, .HV = 4, .K = 128, .V = 128, .conv_dim = 8 * 128, .ld = 1600};
+    struct attn_dims ad = {.HQ = 4, .HK = 2, .D = 256, .rot_dim = 64, .ld = 12 * 256};
+    const int32_t n_slots = 33000, n_pages = 66000, page_tokens = 64;
+    const size_t elems = 4 * 128 * 128, conv_elems = 3 * 8 * 128, kv_elems = 2 * 64 * 256;
+    struct state_pool states;
+    struct kv_pool kvs;
+    int32_t last = n_pages - 1, first = 0;
+    bool is_good = true;
+    if (ops->state_pool_make(b, &gd, n_slots, &states) != 0 ||
+        ops->kv_pool_make(b, &ad, n_pages, page_tokens, &kvs) != 0) {
+        tap_skip("pools of more than 2^31 elements", "no room for them");
+        return;
+    }
+    float *x = must(malloc(elems * 4)), *y = must(malloc(elems * 4));
+    float *conv = must(malloc(conv_elems * 4)), *conv2 = must(malloc(conv_elems * 4));
+    for (size_t i = 0; i < elems; i++)
+        x[i] = bf16_round(rng_normal(&pair.rng));
+    memcpy(conv, x, conv_elems * 4);
+    ops->state_poison(b, &gd, &states, 0);
+    ops->page_poison(b, &ad, &kvs, 0);
+    is_good &= ops->state_write(b, &gd, &states, n_slots - 1, x, conv) == 0 &&
+               ops->state_read(b, &gd, &states, n_slots - 1, y, conv2) == 0 &&
+               memcmp(x, y, elems * 4) == 0 && memcmp(conv, conv2, conv_elems * 4) == 0;
+    is_good &= ops->state_read(b, &gd, &states, 0, y, conv2) == 0 && isnan(y[0]) &&
+               isnan(y[elems - 1]) && isnan(conv2[0]) && isnan(conv2[conv_elems - 1]);
+    CHECK(is_good, "the last of %d slots is apart from the first", n_slots);
+    is_good = ops->kv_write(b, &ad, &kvs, &last, page_tokens, x, x + kv_elems / 2) == 0 &&
+              ops->kv_read(b, &ad, &kvs, &last, page_tokens, y, y + kv_elems) == 0 &&
+              memcmp(x, y, kv_elems * 4) == 0 &&
+              memcmp(x + kv_elems / 2, y + kv_elems, kv_elems * 4) == 0;
+    is_good &= ops->kv_read(b, &ad, &kvs, &first, page_tokens, y, y + kv_elems) == 0 &&
+               isnan(y[0]) && isnan(y[kv_elems - 1]) && isnan(y[2 * kv_elems - 1]);
+    CHECK(is_good, "the last of %d pages is apart from the first", n_pages);
+    free(x), free(y), free(conv), free(conv2);
+    ops->state_pool_free(b, &states);
+    ops->kv_pool_free(b, &kvs);
+}
+
 /* ---- opening ---- */
 
 static void poison_cuda(struct backend *b)
@@ -369,6 +426,49 @@ static int lose(void)
     return is_good ? 0 : 2;
 }
 
+/* For compute-sanitizer: a shape of each operation. */
+static void test_small(void)
+{
+    test_rows();
+    test_matmul_shape(520, 256, 576);
+    test_gdn(4, 2, 4, true);
+    test_gdn(5, 1, 3, true);
+    test_attn(5, 4, 2);
+    test_moe(63, 8, 3, 64, true);
+    test_head(VOCAB, 33, true);
+}
+
+static void test_all(bool is_self)
+{
+    test_map();
+    test_steps();
+    test_rows();
+    test_matmul_shape(2048, 1024, 2048);
+    test_matmul_shape(520, 256, 576);
+    test_matmul_shape(1030, 640, 1088);
+    test_matmul_shape(256, 4096, 256);
+    for (int i = 0; i <= N_SHAPES; i++) {
+        test_gdn(i, 2, 4, true);
+        test_gdn(i, 2, 4, false);
+        test_attn(i, 4, 2);
+        if (i == N_SHAPES)
+            break;
+        test_gdn(i, 2, 2, true), test_gdn(i, 1, 3, false), test_gdn(i, 2, 8, true);
+        test_attn(i, 16, 2), test_attn(i, 6, 1);
+    }
+    test_moe(1, 64, 8, 96, true);
+    test_moe(63, 8, 3, 64, false);
+    test_moe(450, 64, 8, 96, true);
+    test_moe(3000, 16, 4, 32, true);
+    test_head(VOCAB, 450, false);
+    test_head(VOCAB, 1500, false);
+    test_head(VOCAB, 33, true);
+    if (is_self)
+        return;
+    test_large_pools();
+    test_loss();
+}
+
 int main(int argc, char **argv)
 {
     bool is_self = argc > 1 && strcmp(argv[1], "self") == 0;
@@ -378,30 +478,10 @@ int main(int argc, char **argv)
     printf("# seed %llu\n", (unsigned long long)pair.rng.s);
     if (!open_sides(is_self))
         return tap_done();
-    test_map();
-    test_steps();
-    test_rows();
-    test_matmul_shape(2048, 1024, 2048);
-    test_matmul_shape(520, 256, 576);
-    test_matmul_shape(1030, 640, 1088);
-    test_matmul_shape(256, 4096, 256);
-    for (int i = 0; i <= N_SHAPES; i++) {
-        test_gdn(i, 2, 4);
-        if (i < N_SHAPES)
-            test_gdn(i, 2, 2), test_gdn(i, 1, 3), test_gdn(i, 2, 8);
-        test_attn(i, 4, 2);
-        if (i < N_SHAPES)
-            test_attn(i, 16, 2), test_attn(i, 6, 1);
-    }
-    test_moe(1, 64, 8, 96, true);
-    test_moe(63, 8, 3, 64, false);
-    test_moe(450, 64, 8, 96, true);
-    test_moe(3000, 16, 4, 32, true);
-    test_head(VOCAB, 450, false);
-    test_head(VOCAB, 1500, false);
-    test_head(VOCAB, 33, true);
-    if (!is_self)
-        test_loss();
+    if (argc > 1 && strcmp(argv[1], "small") == 0)
+        test_small();
+    else
+        test_all(is_self);
     for (int s = 0; s < SIDES; s++)
         pair.b[s].ops->close(&pair.b[s]);
     return tap_done();

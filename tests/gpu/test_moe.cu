@@ -12,6 +12,7 @@
 
 static struct k_device dev;
 static bool small;
+static int n_bodies;
 
 static double softmax_at(const float *x, int E, std::vector<double> &p)
 {
@@ -152,7 +153,7 @@ static void test_sort(int n, int E, int k, int kind)
         ok &= place[i] == c.place[i] && rows[place[i]] == (int)(i / k);
     int t = 0;
     for (int e = 0; e < E; e++)
-        for (int p = c.first[e]; p < c.first[e + 1]; p += K_MOE_TILE, t++)
+        for (int p = c.first[e]; p < c.first[e + 1] || t % 2; p += K_MOE_TILE, t++)
             ok = ok && t < c.list.max_tiles && tiles[2 * t] == e && tiles[2 * t + 1] == p;
     ok &= t == n_tiles[0];
     result(ok, "sort %d rows, E %d, top %d%s: %d tiles of at most %d", n, E, k,
@@ -221,15 +222,27 @@ static void test_gemm(int n, int E, int k, int M, int F, int kind, int samples =
     fill_normal(h, 31, 1);
     CU(k_fill_normal(w1.p, (int64_t)w1.n, 0, 32, 1 / sqrtf((float)M), 0));
     CU(k_fill_normal(w2.p, (int64_t)w2.n, 0, 33, 1 / sqrtf((float)F), 0));
-    struct k_moe_gemm up = {c.list, 1, 1, 2 * F, M, h.p, w1.p, mid.p};
-    struct k_moe_gemm dn = {c.list, 0, 0, M, F, mid.p, w2.p, down.p};
-    CU(k_moe_gemm(&up, 0));
-    CU(k_moe_gemm(&dn, 0));
-    CU(cudaDeviceSynchronize());
-    double e1 = check_gemm(c, true, true, 2 * F, M, h, w1, mid, samples);
-    double e2 = check_gemm(c, false, false, M, F, mid, w2, down, samples);
-    result(e1 <= 1 && e2 <= 1, "gemm %d rows, E %d, top %d, M %d, F %d%s: %.3f, %.3f of bounds",
-           n, E, k, M, F, kind ? ", skewed" : "", e1, e2);
+    std::vector<bf16> first_mid, first_down;
+    for (int body = K_MOE_PORTABLE; body < K_MOE_PORTABLE + n_bodies; body++) {
+        mid.poison(), down.poison();
+        struct k_moe_gemm up = {&dev, body, c.list, 1, 1, 2 * F, M, h.p, w1.p, mid.p};
+        struct k_moe_gemm dn = {&dev, body, c.list, 0, 0, M, F, mid.p, w2.p, down.p};
+        CU(k_moe_gemm(&up, 0));
+        CU(k_moe_gemm(&dn, 0));
+        CU(cudaDeviceSynchronize());
+        double e1 = check_gemm(c, true, true, 2 * F, M, h, w1, mid, samples);
+        double e2 = check_gemm(c, false, false, M, F, mid, w2, down, samples);
+        auto got_mid = mid.get(), got_down = down.get();
+        if (body == K_MOE_PORTABLE)
+            first_mid = got_mid, first_down = got_down;
+        bool same = memcmp(got_mid.data(), first_mid.data(), places * F * 2) == 0 &&
+                    memcmp(got_down.data(), first_down.data(), places * M * 2) == 0;
+        result(e1 <= 1 && e2 <= 1 && same,
+               "gemm %s %d rows, E %d, top %d, M %d, F %d%s: %.3f, %.3f of bounds%s",
+               body == K_MOE_HOPPER ? "hopper" : "portable", n, E, k, M, F,
+               kind ? ", skewed" : "", e1, e2,
+               same ? "" : "; bits differ from the portable body's");
+    }
 }
 
 static void test_combine(int n, int E, int k, int M, bool shared)
@@ -275,9 +288,9 @@ static void test_combine(int n, int E, int k, int M, bool shared)
 }
 
 /* Routing, sort, products and combination of rows [from, from + n) of h; y to the host. */
-static std::vector<bf16> run_layer(const dbuf<bf16> &h, const dbuf<float> &logits, int from,
-                                   int n, int E, int k, int M, int F, const dbuf<bf16> &w1,
-                                   const dbuf<bf16> &w2)
+static std::vector<bf16> run_layer(int body, const dbuf<bf16> &h, const dbuf<float> &logits,
+                                   int from, int n, int E, int k, int M, int F,
+                                   const dbuf<bf16> &w1, const dbuf<bf16> &w2)
 {
     dbuf<int32_t> ids((size_t)n * k);
     dbuf<float> weights((size_t)n * k);
@@ -289,8 +302,9 @@ static std::vector<bf16> run_layer(const dbuf<bf16> &h, const dbuf<float> &logit
     k_moe_list_make(&s.list, work.p, n, k, E);
     s.ids = ids.p;
     CU(k_moe_sort(&s, 0));
-    struct k_moe_gemm up = {s.list, 1, 1, 2 * F, M, h.p + (size_t)from * M, w1.p, mid.p};
-    struct k_moe_gemm dn = {s.list, 0, 0, M, F, mid.p, w2.p, down.p};
+    struct k_moe_gemm up = {&dev, body, s.list, 1, 1, 2 * F, M, h.p + (size_t)from * M,
+                            w1.p, mid.p};
+    struct k_moe_gemm dn = {&dev, body, s.list, 0, 0, M, F, mid.p, w2.p, down.p};
     CU(k_moe_gemm(&up, 0));
     CU(k_moe_gemm(&dn, 0));
     struct k_moe_combine c = {s.list, M, weights.p, down.p, NULL, NULL, NULL, y.p};
@@ -305,26 +319,31 @@ static void test_bits(void)
     dbuf<float> logits((size_t)n * E);
     fill_normal(h, 51, 1), fill_normal(logits, 52, 1);
     fill_normal(w1, 53, 0.06f), fill_normal(w2, 54, 0.09f);
-    auto want = run_layer(h, logits, 0, n, E, k, M, F, w1, w2);
-    bool same = true;
-    for (int from = 0, i = 0; from < n; i++) {
-        const int sizes[] = {1, 63, 7, 300, 129};
-        int m = std::min(n - from, sizes[i % 5]);
-        auto got = run_layer(h, logits, from, m, E, k, M, F, w1, w2);
-        same &= memcmp(got.data(), &want[(size_t)from * M], got.size() * 2) == 0;
-        from += m;
+    for (int body = K_MOE_PORTABLE; body < K_MOE_PORTABLE + n_bodies; body++) {
+        auto want = run_layer(body, h, logits, 0, n, E, k, M, F, w1, w2);
+        bool same = true;
+        for (int from = 0, i = 0; from < n; i++) {
+            const int sizes[] = {1, 63, 7, 300, 129};
+            int m = std::min(n - from, sizes[i % 5]);
+            auto got = run_layer(body, h, logits, from, m, E, k, M, F, w1, w2);
+            same &= memcmp(got.data(), &want[(size_t)from * M], got.size() * 2) == 0;
+            from += m;
+        }
+        auto hh = h.get();
+        hh[(size_t)5 * M + 9] = (bf16)((float)hh[(size_t)5 * M + 9] + 1);
+        h.put(hh);
+        auto other = run_layer(body, h, logits, 0, n, E, k, M, F, w1, w2);
+        bool differs = memcmp(&other[(size_t)5 * M], &want[(size_t)5 * M], M * 2) != 0;
+        memcpy(&other[(size_t)5 * M], &want[(size_t)5 * M], M * 2);
+        same &= memcmp(other.data(), want.data(), other.size() * 2) == 0;
+        result(same && differs,
+               "experts bits %s: %d rows at once %s in pieces and beside a changed row; "
+               "control %s",
+               body == K_MOE_HOPPER ? "hopper" : "portable", n, same ? "=" : "DIFFER FROM",
+               differs ? "differs" : "DOES NOT DIFFER");
+        hh[(size_t)5 * M + 9] = (bf16)((float)hh[(size_t)5 * M + 9] - 1);
+        h.put(hh);
     }
-    auto hh = h.get();
-    hh[(size_t)5 * M + 9] = (bf16)((float)hh[(size_t)5 * M + 9] + 1);
-    h.put(hh);
-    auto other = run_layer(h, logits, 0, n, E, k, M, F, w1, w2);
-    bool differs = memcmp(&other[(size_t)5 * M], &want[(size_t)5 * M], M * 2) != 0;
-    memcpy(&other[(size_t)5 * M], &want[(size_t)5 * M], M * 2);
-    same &= memcmp(other.data(), want.data(), other.size() * 2) == 0;
-    result(same && differs,
-           "experts bits: %d rows at once %s in pieces and beside a changed row; "
-           "control %s",
-           n, same ? "=" : "DIFFER FROM", differs ? "differs" : "DOES NOT DIFFER");
 }
 
 int main(int argc, char **argv)
@@ -332,6 +351,7 @@ int main(int argc, char **argv)
     small = argc > 1 && strcmp(argv[1], "small") == 0;
     if (!gpu_open("test_moe", &dev))
         return 0;
+    n_bodies = dev.cc == 90 ? 2 : 1;
     printf("# seeds 21, 31..33, 41..44, 51..54, rows + 1000 E + top_k\n");
     test_route(1, 4, 1, false);
     test_route(65, 4, 4, true);

@@ -1,0 +1,289 @@
+/* The experts' products on Hopper: formula and the order of every sum as moe_gemm.cu, same bits.
+ *
+ * A cluster of two blocks takes a pair of tiles of the list, 2 * 128 places of one expert, by 256
+ * rows of its weight (with SwiGLU 128 gate rows and the 128 up rows of the same outputs). Each
+ * block copies half of the weight rows to both: what the L2 gives is 128 FLOP a byte, and it is
+ * the limit. Warpgroup 0 of a block gathers its 128 rows of a by cp.async and issues the weight
+ * copies, 64 columns of k a stage, 4 stages of 48 KB; warpgroups 1 and 2 multiply 64 rows each by
+ * wgmma, both operands from shared memory, and store through 16 KB each. A warpgroup or block
+ * without places passes its stages on and multiplies nothing.
+ *
+ * A stage is full when 128 threads have seen their rows arrive (and made them visible to the
+ * tensor cores) and the 32 KB of weights are there; it is empty when the 8 multiplying warps of
+ * both blocks are done with it. Clusters take (pair, column block) items in turn, columns
+ * fastest, and the loading warpgroup runs ahead into the next item.
+ * Grid 2 a pair of multiprocessors, block 384, shared 225 KB, registers 56 + 2 * 224.
+ * Limit: L2 for many rows an expert, the bytes of the weights for few. */
+#include "hopper.cuh"
+#include "moe_gemm.cuh"
+
+// ---- kernels
+
+/* LAG: stages whose rows may be on their way before the loading threads look for the oldest. */
+enum {
+    HOPPER_THREADS = 384,
+    GEMM_STAGES = 4,
+    LAG = 2,
+    CLUSTER = 2,
+    A_BYTES = 2 * TILE_BYTES, /* 128 rows */
+    B_BYTES = 4 * TILE_BYTES, /* 256 rows */
+    B_HALF_ROWS = 128
+};
+
+struct __align__(1024) hopper_smem
+{
+    struct {
+        uint8_t A[A_BYTES], B[B_BYTES];
+    } stage[GEMM_STAGES];
+    uint8_t out[2][2 * TILE_BYTES]; /* 64 rows of 128 outputs on their way to memory */
+    uint64_t full[GEMM_STAGES];     /* 128 + 1 arrivals and the copy's bytes */
+    uint64_t empty[GEMM_STAGES];    /* 8 for each block */
+};
+
+struct gemm_item {
+    int expert, place, n_places; /* n_places: of this block's tile, may be <= 0 */
+    int col;                     /* first output column */
+};
+
+__device__ static inline int cols_per_item(const struct k_moe_gemm *a)
+{
+    return a->swiglu ? 128 : 256;
+}
+
+__device__ static inline int outputs(const struct k_moe_gemm *a)
+{
+    return a->swiglu ? a->rows / 2 : a->rows;
+}
+
+__device__ static inline struct gemm_item item_at(const struct k_moe_gemm *a, int i,
+                                                  int n_col_blocks, int rank)
+{
+    const int32_t *tile = a->list.tiles + 2 * (i / n_col_blocks * CLUSTER + rank);
+    struct gemm_item m;
+    m.expert = tile[0];
+    m.place = tile[1];
+    m.n_places = min(a->list.first[m.expert + 1] - m.place, (int)K_MOE_TILE);
+    m.col = i % n_col_blocks * cols_per_item(a);
+    return m;
+}
+
+/* Stage `it` of the block's sequence: which slot, and the parity of its use. */
+__device__ static inline int slot_of(int it)
+{
+    return it % GEMM_STAGES;
+}
+
+__device__ static inline int parity_of(int it)
+{
+    return it / GEMM_STAGES & 1;
+}
+
+/* This thread's rows of stage `it`, all copies but the newest `PENDING`, are there for wgmma. */
+template <int PENDING> __device__ static inline void rows_arrived(struct hopper_smem *s, int it)
+{
+    cp_wait<PENDING>();
+    fence_async();
+    mbar_arrive(&s->full[slot_of(it)]);
+}
+
+__device__ static inline void produce(const struct k_moe_gemm *a, const CUtensorMap *map,
+                                      struct hopper_smem *s, int first, int step, int n_items,
+                                      int n_col_blocks, int rank, int tid)
+{
+    int it = 0, n_steps = (a->cols + 63) / 64, unit = tid & 7, row0 = tid >> 3;
+    for (int item = first; item < n_items; item += step) {
+        struct gemm_item m = item_at(a, item, n_col_blocks, rank);
+        const bf16 *row[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            int place = row0 + 16 * j < m.n_places ? m.place + row0 + 16 * j : 0;
+            int64_t r = a->gather ? a->list.rows[place] : place;
+            row[j] = (const bf16 *)a->a + r * a->cols + unit * 8;
+        }
+        int w =
+            m.expert * a->rows + m.col + (rank ? (a->swiglu ? a->rows / 2 : B_HALF_ROWS) : 0);
+        for (int i = 0; i < n_steps; i++, it++) {
+            int slot = slot_of(it), k = i * 64;
+            if (it >= GEMM_STAGES)
+                mbar_wait(&s->empty[slot], parity_of(it) ^ 1);
+            if (tid == 0) {
+                mbar_expect(&s->full[slot], B_BYTES);
+                tma_load2_to(s->stage[slot].B + rank * (B_BYTES / 2), map, &s->full[slot], k, w,
+                             (1 << CLUSTER) - 1);
+            }
+            uint32_t to = smem_addr(s->stage[slot].A);
+            bool live = k + unit * 8 < a->cols;
+#pragma unroll
+            for (int j = 0; j < 8; j++)
+                cp16(to + tile_off(row0 + 16 * j, unit), row[j] + (live ? k : 0),
+                     live && row0 + 16 * j < m.n_places);
+            cp_commit();
+            if (it >= LAG)
+                rows_arrived<LAG>(s, it - LAG);
+        }
+    }
+    if (it > 1)
+        rows_arrived<1>(s, it - 2);
+    if (it > 0)
+        rows_arrived<0>(s, it - 1);
+}
+
+static_assert(LAG == 2, "produce ends with two stages on their way");
+
+/* The warp is done with the stage, in both blocks' eyes. */
+__device__ static inline void release(struct hopper_smem *s, int it)
+{
+    int lane = threadIdx.x & 31;
+    if (lane < CLUSTER)
+        mbar_arrive_at(&s->empty[slot_of(it)], lane);
+}
+
+/* 128 outputs of this warp's 16 rows, low[nt] or silu(low[nt]) * high[nt], from column `col`. */
+__device__ static inline void store_rows(const struct k_moe_gemm *a, const struct gemm_item *m,
+                                         const float low[16][4], const float high[16][4],
+                                         uint8_t *out, int r0, int n, int col, int warp)
+{
+    int lane = threadIdx.x & 31, n_cols = outputs(a);
+#pragma unroll
+    for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float x = low[nt][2 * h], y = low[nt][2 * h + 1];
+            if (a->swiglu) {
+                x = silu(x) * high[nt][2 * h];
+                y = silu(y) * high[nt][2 * h + 1];
+            }
+            *(uint32_t *)(out + (nt >> 3) * TILE_BYTES +
+                          tile_off(warp * 16 + (lane >> 2) + 8 * h, nt & 7) + (lane & 3) * 4) =
+                pack2(x, y);
+        }
+    __syncwarp();
+    int unit = lane & 15;
+    for (int j = lane >> 4; j < 16; j += 2) {
+        int r = warp * 16 + j;
+        if (r < n && col + unit * 8 < n_cols)
+            *(uint4 *)((bf16 *)a->c + (int64_t)(m->place + r0 + r) * n_cols + col + unit * 8) =
+                *(const uint4 *)(out + (unit >> 3) * TILE_BYTES + tile_off(r, unit & 7));
+    }
+    __syncwarp();
+}
+
+/* One warpgroup. */
+__device__ static inline void consume(const struct k_moe_gemm *a, struct hopper_smem *s,
+                                      int first, int step, int n_items, int n_col_blocks,
+                                      int rank, int wg, int tid)
+{
+    int it = 0, n_steps = (a->cols + 63) / 64, r0 = wg * 64, warp = tid >> 5;
+    for (int item = first; item < n_items; item += step) {
+        struct gemm_item m = item_at(a, item, n_col_blocks, rank);
+        int n = min(m.n_places - r0, 64);
+        if (n <= 0) {
+            for (int i = 0; i < n_steps; i++, it++) {
+                mbar_wait(&s->full[slot_of(it)], parity_of(it));
+                release(s, it);
+            }
+            continue;
+        }
+        float acc[32][4];
+        for (int i = 0; i < n_steps; i++, it++) {
+            int slot = slot_of(it);
+            mbar_wait(&s->full[slot], parity_of(it));
+            uint64_t da = desc_kmajor(smem_addr(s->stage[slot].A) + wg * TILE_BYTES);
+            uint64_t db = desc_kmajor(smem_addr(s->stage[slot].B));
+            wg_fence();
+#pragma unroll
+            for (int ks = 0; ks < 4; ks++)
+                wg_ss256(acc, da + ks * 2, db + ks * 2, i > 0 || ks > 0);
+            wg_commit();
+            if (i > 0) {
+                wg_wait<1>();
+                release(s, it - 1);
+            }
+        }
+        wg_wait<0>();
+        wg_pin<32>(acc);
+        release(s, it - 1);
+        store_rows(a, &m, acc, acc + 16, s->out[wg], r0, n, m.col, warp);
+        if (!a->swiglu)
+            store_rows(a, &m, acc + 16, acc, s->out[wg], r0, n, m.col + 128, warp);
+    }
+}
+
+__global__ static void __launch_bounds__(HOPPER_THREADS, 1)
+    moe_hopper_kernel(const __grid_constant__ struct k_moe_gemm a,
+                      const __grid_constant__ CUtensorMap map, int n_col_blocks)
+{
+    extern __shared__ uint8_t raw[];
+    struct hopper_smem *s = (struct hopper_smem *)raw;
+    int group = threadIdx.x >> 7, tid = threadIdx.x & 127, rank = cluster_rank();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < GEMM_STAGES; i++) {
+            mbar_init(&s->full[i], 128 + 1);
+            mbar_init(&s->empty[i], 8 * CLUSTER);
+        }
+        fence_async();
+    }
+    cluster_sync();
+    int n_items = *a.list.n_tiles / CLUSTER * n_col_blocks;
+    int first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
+    if (group == 0) {
+        reg_dealloc<56>();
+        produce(&a, &map, s, first, step, n_items, n_col_blocks, rank, tid);
+    } else {
+        reg_alloc<224>();
+        consume(&a, s, first, step, n_items, n_col_blocks, rank, group - 1, tid);
+    }
+    cluster_sync(); /* the other block may still copy to this one, and arrive here */
+}
+
+// ---- launchers
+
+typedef CUresult (*encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
+                              const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
+                              const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
+                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+/* Boxes of 64 columns by 128 rows of all experts' weights; past the end are zeros. */
+static cudaError_t make_map(CUtensorMap *m, const struct k_moe_gemm *a)
+{
+    void *fn = NULL;
+    cudaDriverEntryPointQueryResult found;
+    cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &fn, 12000,
+                                                     cudaEnableDefault, &found);
+    if (e != cudaSuccess || found != cudaDriverEntryPointSuccess)
+        return e != cudaSuccess ? e : cudaErrorNotSupported;
+    cuuint64_t dims[2] = {(cuuint64_t)a->cols, (cuuint64_t)a->list.E * a->rows};
+    cuuint64_t strides[1] = {(cuuint64_t)a->cols * 2};
+    cuuint32_t box[2] = {64, B_HALF_ROWS}, step[2] = {1, 1};
+    CUresult r =
+        ((encode_fn)fn)(m, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void *)a->w, dims, strides,
+                        box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+cudaError_t moe_gemm_hopper(const struct k_moe_gemm *a, cudaStream_t stream)
+{
+    CUtensorMap map;
+    cudaError_t e = make_map(&map, a);
+    if (e == cudaSuccess)
+        e = cudaFuncSetAttribute(moe_hopper_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 sizeof(struct hopper_smem));
+    if (e != cudaSuccess)
+        return e;
+    int64_t cols = a->swiglu ? ceil_div(a->rows / 2, 128) : ceil_div(a->rows, 256);
+    int64_t clusters = a->list.max_tiles / CLUSTER * cols;
+    int64_t most = a->dev->n_sms / CLUSTER;
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = CLUSTER;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)((clusters < most ? clusters : most) * CLUSTER));
+    config.blockDim = dim3(HOPPER_THREADS);
+    config.dynamicSmemBytes = sizeof(struct hopper_smem);
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, moe_hopper_kernel, *a, map, (int)cols);
+}
