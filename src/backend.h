@@ -297,6 +297,7 @@ struct backend {
 struct step_span {
     const char *name;
     float us;
+    float host_us; /* the host took to enqueue it */
 };
 
 /* How a step ran, on the device's clock. */

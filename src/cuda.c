@@ -186,6 +186,9 @@ static void cuda_close(struct backend *b)
 static int cuda_open(struct backend *b, int32_t device, struct errmsg *e)
 {
     struct k_device dev;
+    /* The driver holds 1,024 launches by default and makes the next one wait; two steps of a deep
+     * model are more. It reads this when it starts; an operator's own value stays. */
+    setenv("CUDA_SCALE_LAUNCH_QUEUES", "4x", 0);
     int rc = find_device(device, &dev, e);
     if (rc != 0)
         return rc;

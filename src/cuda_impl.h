@@ -73,6 +73,7 @@ struct cuda_step {
     cudaEvent_t copied_out;  /* the results are on the host */
     cudaEvent_t *marks;      /* [TRACE_SPANS + 1], once tracing was on */
     struct step_span *spans; /* [TRACE_SPANS], from marks[i] to marks[i + 1] */
+    int64_t marked_ns;       /* host time behind the latest mark */
     int32_t n_spans;
 };
 

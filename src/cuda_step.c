@@ -6,6 +6,7 @@
  * step_done, so nothing here is guarded further. */
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "cuda_impl.h"
 
@@ -146,6 +147,13 @@ int cuda_workspace_make(struct backend *b, const struct backend_limits *l, struc
 
 /* ---- begin ---- */
 
+static int64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
 struct cuda_step *cuda_newest(struct backend *b)
 {
     struct cuda_impl *impl = cuda_impl_of(b);
@@ -278,8 +286,10 @@ int cuda_step_begin(struct backend *b, const struct batch_host *h, struct batch 
     cuda_note(b, "step metadata", cudaEventRecord(s->copied_in, impl->in));
     cuda_note(b, "step metadata", cudaStreamWaitEvent(impl->stream, s->copied_in, 0));
     cuda_note(b, "step begin", cudaEventRecord(s->begun, impl->stream));
-    if (s->is_traced)
+    if (s->is_traced) {
         cuda_note(b, "trace", cudaEventRecord(s->marks[0], impl->stream));
+        s->marked_ns = now_ns();
+    }
     b->ops->chunk_map(b, out);
     return 0;
 }
@@ -386,6 +396,9 @@ void cuda_mark(struct backend *b, const char *name)
     struct cuda_step *s = cuda_newest(b);
     if (!s->is_traced || s->is_ended || s->n_spans == TRACE_SPANS)
         return;
-    s->spans[s->n_spans++].name = name;
+    struct step_span *span = &s->spans[s->n_spans++];
+    span->name = name;
+    span->host_us = (float)(now_ns() - s->marked_ns) / 1e3f;
     cuda_note(b, "trace", cudaEventRecord(s->marks[s->n_spans], impl->stream));
+    s->marked_ns = now_ns();
 }

@@ -1,12 +1,14 @@
 /* Prefill speed of whole models through the engine, and where the time goes.
  *
- * gpu_prefill MODEL_DIR LAYERS REPEATS [table] NxLEN...      (8x1024: 8 prompts of 1024 tokens)
+ * gpu_prefill MODEL_DIR LAYERS REPEATS [table|readback] NxLEN...   (8x1024: 8 prompts of 1024)
  *
  * Dummy weights; LAYERS 0 takes the model's own number. Each shape prints a line: wall time from
  * the first push to the last end (median), the device's time of its steps, the host's time of a
  * launch, and the gap between steps of one run on the device's clock. With `table` a traced run
  * follows: milliseconds, bytes, FLOP and the share of the roofline by operation, from the shapes
- * alone. TEST_BACKEND picks the backend (cuda).
+ * alone. With `readback` the shape runs twice, as it is and with the chunk counts copied back to
+ * the host in each step, as code that asks a device tensor for its list does: what that costs in
+ * host time and idle device. TEST_BACKEND picks the backend (cuda).
  *
  * Ceilings: ../shared/peers.md, copy 4.28 TB/s, bf16 777 TFLOP/s, one H200. */
 #include <math.h>
@@ -21,7 +23,7 @@ static const double COPY_BYTES_S = 4.28e12, BF16_FLOP_S = 777e12;
 /* One kind of operation over a run. */
 struct kind {
     char name[32];
-    double us;
+    double us, host_us;
     int64_t n;
 };
 
@@ -66,7 +68,7 @@ static const char *span_name(const struct step_span *s, int32_t i, int32_t n)
     return "matmul";
 }
 
-static void add_span(const char *name, float us)
+static void add_span(const char *name, const struct step_span *s)
 {
     int k = 0;
     while (k < seen.n_kinds && strcmp(seen.kinds[k].name, name) != 0)
@@ -77,7 +79,8 @@ static void add_span(const char *name, float us)
         seen.n_kinds++;
         snprintf(seen.kinds[k].name, sizeof(seen.kinds[k].name), "%s", name);
     }
-    seen.kinds[k].us += (double)us;
+    seen.kinds[k].us += (double)s->us;
+    seen.kinds[k].host_us += (double)s->host_us;
     seen.kinds[k].n++;
 }
 
@@ -86,6 +89,16 @@ static int hook_begin(struct backend *b, const struct batch_host *h, struct batc
     begun_ns = now_ns();
     seen.T += h->n_tokens;
     return real_ops->step_begin(b, h, out);
+}
+
+/* The chunk map, and a wait for it on the host. */
+static void hook_chunk_map(struct backend *b, struct batch *batch)
+{
+    int32_t first[64 + 1];
+    real_ops->chunk_map(b, batch);
+    if (batch->n_seqs <= 64)
+        real_ops->download(b, first, batch->map.seq_first,
+                           (size_t)(batch->n_seqs + 1) * sizeof(int32_t));
 }
 
 static int hook_end(struct backend *b, const struct batch *batch, const struct row_result *src,
@@ -108,7 +121,7 @@ static int hook_done(struct backend *b, bool wait)
     if (t.gap_us >= 0 && seen.n_gaps < MAX_STEPS)
         seen.gaps[seen.n_gaps++] = t.gap_us;
     for (int32_t i = 0; i < t.n_spans; i++)
-        add_span(span_name(t.spans, i, t.n_spans), t.spans[i].us);
+        add_span(span_name(t.spans, i, t.n_spans), &t.spans[i]);
     return rc;
 }
 
@@ -249,10 +262,11 @@ static void run_table(struct fixture *f, const char *name, int32_t n, int32_t le
     for (int32_t k = 0; k < repeats; k++)
         run_once(f, n, len, k + 1);
     real_ops->trace(&f->backend, false);
-    double sum = 0, T = (double)seen.T / seen.n_steps;
+    double sum = 0, host_us = 0, T = (double)seen.T / seen.n_steps;
     qsort(seen.kinds, (size_t)seen.n_kinds, sizeof(seen.kinds[0]), by_time);
-    printf("\n| %s: operation | launches | ms | share | GB | GFLOP | roofline |\n", name);
-    printf("|---|---|---|---|---|---|---|\n");
+    printf("\n| %s: operation | calls | ms | share | GB | GFLOP | roofline | host us |\n",
+           name);
+    printf("|---|---|---|---|---|---|---|---|\n");
     for (int i = 0; i < seen.n_kinds; i++) {
         const struct kind *k = &seen.kinds[i];
         double n_runs = (double)k->n / repeats, ms = k->us / repeats / 1e3;
@@ -261,10 +275,13 @@ static void run_table(struct fixture *f, const char *name, int32_t n, int32_t le
         sum += k->us;
         printf("| %s | %.0f | %.3f | %.1f%% | %.3f | %.1f | ", k->name, n_runs, ms,
                100 * k->us / seen.device_us, c.bytes * n_runs / 1e9, c.flop * n_runs / 1e9);
-        printf(c.bytes > 0 ? "%.0f%% |\n" : "|\n", 100 * floor_s * 1e3 / ms);
+        printf(c.bytes > 0 ? "%.0f%% | " : "| ", 100 * floor_s * 1e3 / ms);
+        printf("%.0f |\n", k->host_us / repeats);
+        host_us += k->host_us;
     }
-    printf("| sum | | %.3f | %.1f%% of the traced %.3f ms | | | |\n\n", sum / repeats / 1e3,
-           100 * sum / seen.device_us, seen.device_us / repeats / 1e3);
+    printf("| sum | | %.3f | %.1f%% of the traced %.3f ms | | | | %.0f |\n\n",
+           sum / repeats / 1e3, 100 * sum / seen.device_us, seen.device_us / repeats / 1e3,
+           host_us / repeats);
     fflush(stdout);
 }
 
@@ -316,11 +333,15 @@ int main(int argc, char **argv)
     f.backend.ops = &hooked;
     if (fixture_open_engine(&f, &c) != 0)
         return 1;
-    bool is_table = false;
+    bool is_table = false, is_readback = false;
     for (int i = 4; i < argc; i++) {
         int n, len;
         if (strcmp(argv[i], "table") == 0) {
             is_table = true;
+            continue;
+        }
+        if (strcmp(argv[i], "readback") == 0) {
+            is_readback = true;
             continue;
         }
         if (sscanf(argv[i], "%dx%d", &n, &len) != 2)
@@ -328,7 +349,12 @@ int main(int argc, char **argv)
         run_shape(&f, argv[i], n, len, repeats);
         if (is_table)
             run_table(&f, argv[i], n, len, 3);
-        is_table = false;
+        if (is_readback) {
+            hooked.chunk_map = hook_chunk_map;
+            run_shape(&f, "readback", n, len, repeats);
+            hooked.chunk_map = real_ops->chunk_map;
+        }
+        is_table = is_readback = false;
     }
     f.backend.ops = real_ops;
     fixture_close(&f);

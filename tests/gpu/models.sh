@@ -5,7 +5,7 @@
 cd "$(dirname "$0")" || exit 1
 logs=${1:-.}
 [ $# -gt 0 ] && shift
-wanted=${*:-backend models bits daemon storm bench}
+wanted=${*:-backend models bits engine daemon storm memcheck bench}
 SRCDIR=$PWD/src
 BUILDDIR=$PWD
 LD_LIBRARY_PATH=$PWD/lib:/usr/local/cuda/lib64
@@ -46,6 +46,17 @@ for what in $wanted; do
         step bits 150 env TEST_BACKEND=cuda ./test_bits 20261129 6 12
         grep '^#' "$logs/bits.log" | tail -3
         ;;
+    engine) step engine 60 env TEST_BACKEND=cuda ./test_engine ;;
+    memcheck)
+        if command -v compute-sanitizer >/dev/null 2>&1; then
+            step memcheck-backend 200 compute-sanitizer --tool memcheck --error-exitcode 9 \
+                ./test_backend small
+            grep 'ERROR SUMMARY' "$logs/memcheck-backend.log"
+        else
+            table="${table}memcheck-backend             skip: no compute-sanitizer here
+"
+        fi
+        ;;
     daemon)
         step daemon 120 python3 daemon.py
         grep '^#' "$logs/daemon.log"
@@ -53,10 +64,11 @@ for what in $wanted; do
     storm) step storm 120 python3 src/tests/e2e_storm.py 3000 ;;
     bench)
         models=src/tests/bench/models
-        step bench-0.8b 100 ./gpu_prefill $models/0.8b 0 10 table 1x2048 table 1x8192 4x2048 64x2048
+        step bench-0.8b 100 ./gpu_prefill $models/0.8b 0 10 table 1x2048 table 1x8192 4x2048 \
+            readback 64x2048
         step bench-27b-8 100 ./gpu_prefill $models/27b 8 5 1x2048 table 1x8192
         step bench-35b-8 100 ./gpu_prefill $models/35b-a3b 8 5 1x2048 table 1x8192
-        step bench-35b 150 ./gpu_prefill $models/35b-a3b 0 3 32x1024 8x8192 1x32768
+        step bench-35b 150 ./gpu_prefill $models/35b-a3b 0 3 table 32x1024 8x8192 1x32768
         cat "$logs"/bench-*.log
         ;;
     esac
