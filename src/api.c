@@ -1,6 +1,5 @@
 #include "api.h"
 
-#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -8,9 +7,16 @@
 
 #include "api_error.h"
 #include "api_priv.h"
+#include "file.h"
 #include "log.h"
 
-enum { LOADING_RETRY_S = 2, DRAINING_RETRY_S = 1, MAX_IGNORED = 16 };
+enum {
+    LOADING_RETRY_S = 2,
+    DRAINING_RETRY_S = 1,
+    MAX_IGNORED = 16,
+    MAX_KEY_FILE_BYTES = 1 << 20,
+    BULK_BYTES = 2 << 20 /* more than the ids of any prompt take, or 0.1 s of tokenizing */
+};
 
 struct route {
     const char *method, *path;
@@ -52,10 +58,10 @@ static bool is_prefill(const struct exchange *x)
 
 /* ---- keys ---- */
 
-/* One key a line; blanks around it are not part of it. */
+/* One key a line; blanks around it are not part of it. Returns 0, ERR_INVALID or ERR_NOMEM. */
 static int add_key(struct api *a, const char *line, size_t len)
 {
-    while (len > 0 && strchr(" \t\r\n", line[len - 1]))
+    while (len > 0 && strchr(" \t\r", line[len - 1]))
         len--;
     while (len > 0 && (*line == ' ' || *line == '\t')) {
         line++;
@@ -63,6 +69,9 @@ static int add_key(struct api *a, const char *line, size_t len)
     }
     if (len == 0)
         return 0;
+    for (size_t i = 0; i < len; i++)
+        if (line[i] < 0x20 || line[i] > 0x7e)
+            return ERR_INVALID;
     struct api_key *keys = realloc(a->keys, ((size_t)a->n_keys + 1) * sizeof(*keys));
     if (!keys)
         return ERR_NOMEM;
@@ -80,23 +89,30 @@ int api_open(struct api *a, const char *api_key_file, struct errmsg *e)
 {
     if (!api_key_file)
         return 0;
-    FILE *f = fopen(api_key_file, "re");
-    if (!f)
-        return errmsg_set(e, ERR_IO, "api-key-file %s: %s", api_key_file, strerror(errno));
-    char *line = NULL;
-    size_t cap = 0;
-    ssize_t len;
-    int rc = 0;
-    while (rc == 0 && (len = getline(&line, &cap, f)) >= 0)
-        rc = add_key(a, line, (size_t)len);
-    bool is_bad = ferror(f);
-    free(line);
-    fclose(f);
+    struct buf text;
+    struct errmsg why;
+    buf_init(&text);
+    int rc = file_read(api_key_file, MAX_KEY_FILE_BYTES, &text, &why);
     if (rc != 0)
-        errmsg_set(e, rc, "api-key-file %s: no memory", api_key_file);
-    else if (is_bad)
-        rc = errmsg_set(e, ERR_IO, "api-key-file %s: cannot be read", api_key_file);
-    else if (a->n_keys == 0)
+        errmsg_set(e, rc, "api-key-file %s", why.text);
+    int n = 0;
+    for (size_t from = 0; rc == 0 && from < text.len;) {
+        const char *line = text.data + from;
+        const char *end = memchr(line, '\n', text.len - from);
+        size_t len = end ? (size_t)(end - line) : text.len - from;
+        from += len + 1;
+        n++;
+        rc = add_key(a, line, len);
+        if (rc == ERR_INVALID)
+            errmsg_set(e, rc,
+                       "api-key-file %s:%d: found bytes that are not visible ASCII, "
+                       "accepted: one key of visible ASCII a line",
+                       api_key_file, n);
+        else if (rc != 0)
+            errmsg_set(e, rc, "api-key-file %s: no memory", api_key_file);
+    }
+    buf_fini(&text);
+    if (rc == 0 && a->n_keys == 0)
         rc = errmsg_set(e, ERR_INVALID, "api-key-file %s: no key in it; one key a line",
                         api_key_file);
     if (rc != 0)
@@ -311,7 +327,9 @@ void api_admit(void *arg, struct exchange *x)
 enum work_lane api_lane(void *arg, const struct exchange *x)
 {
     (void)arg;
-    return strcmp(exchange_method(x), "POST") == 0 ? WORK_REQUEST : WORK_QUICK;
+    if (strcmp(exchange_method(x), "POST") != 0)
+        return WORK_QUICK;
+    return exchange_body_len(x) > BULK_BYTES ? WORK_BULK : WORK_REQUEST;
 }
 
 void api_handle(void *arg, struct exchange *x)

@@ -60,8 +60,11 @@ void api_tokenize(struct api *a, struct exchange *x)
         rc = json_fail(&e, ERR_INVALID, "prompt", "%s", no_tokenizer);
     int32_t *ids = NULL, n_ids = 0;
     struct errmsg why;
-    if (rc == 0 && tokenizer_encode(a->tokenizer, text, len, 0, &ids, &n_ids, &why) != 0)
-        rc = json_fail(&e, ERR_INVALID, "prompt", "prompt: %s", why.text);
+    if (rc == 0) {
+        rc = tokenizer_encode(a->tokenizer, text, len, 0, &ids, &n_ids, &why);
+        if (rc != 0)
+            json_fail(&e, rc, "prompt", "prompt: %s", why.text);
+    }
     if (rc == 0)
         reply_tokens(a, x, ids, n_ids, with_strings);
     else

@@ -116,7 +116,9 @@ static int parse_file(struct conf *c, const char *path, struct errmsg *e)
     }
     bool seen[CONF_MAX_OPTIONS] = {false};
     int n = 0;
-    for (size_t from = 0; rc == 0 && from < b.len;) {
+    /* Some editors write a byte order mark. */
+    size_t start = b.len >= 3 && memcmp(b.data, "\xef\xbb\xbf", 3) == 0 ? 3 : 0;
+    for (size_t from = start; rc == 0 && from < b.len;) {
         char *line = b.data + from;
         size_t len = (size_t)((char *)memchr(line, '\n', b.len - from) - line);
         from += len + 1;
@@ -146,6 +148,8 @@ static int next_argument(int argc, char **argv, int *i, struct argument *a, stru
 {
     struct shown s;
     const char *text = argv[(*i)++];
+    if (strcmp(text, "-h") == 0)
+        text = "--help";
     if (strncmp(text, "--", 2) != 0 || text[2] == '\0')
         return errmsg_set(e, ERR_INVALID,
                           "unexpected argument %s: options start with two dashes, as "
@@ -175,7 +179,7 @@ static int next_argument(int argc, char **argv, int *i, struct argument *a, stru
     if (!arg && a->value)
         return errmsg_set(e, ERR_INVALID, "%s takes no value", a->where);
     if (arg && !a->value) {
-        if (*i == argc)
+        if (*i == argc || strncmp(argv[*i], "--", 2) == 0)
             return errmsg_set(e, ERR_INVALID, "%s needs a value: %s %s", a->where, a->where,
                               arg);
         a->value = argv[(*i)++];

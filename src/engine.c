@@ -477,6 +477,42 @@ bool engine_turn(struct engine *en)
 
 /* ---- the thread ---- */
 
+static void engine_on_self_test(struct request *r, void *arg)
+{
+    (void)r;
+    *(bool *)arg = true;
+}
+
+int engine_self_test(struct engine *en, int32_t vocab, struct errmsg *e)
+{
+    enum { TOKENS = 256 };
+    const struct model_sizes *z = model_sizes_of(en->model);
+    int32_t n = TOKENS;
+    n = n < z->o.max_step_tokens ? n : z->o.max_step_tokens;
+    n = n < z->o.max_prompt_tokens ? n : z->o.max_prompt_tokens;
+    bool is_done = false;
+    int32_t *ids = calloc((size_t)n, sizeof(*ids));
+    for (int32_t i = 0; ids && i < n; i++)
+        ids[i] = (int32_t)(i * INT64_C(7919) % vocab);
+    struct request *r = ids ? request_new(ids, n, LOGPROBS_NEXT, 0, z->o.page_tokens) : NULL;
+    if (!r)
+        return errmsg_set(e, ERR_NOMEM, "no memory for the self-test");
+    r->done = engine_on_self_test;
+    r->done_arg = &is_done;
+    /* Nobody else knows the queue yet: it has room. */
+    queue_push(en->queue, r);
+    while (!is_done)
+        engine_turn(en);
+    int rc = 0;
+    if (r->outcome != OUTCOME_OK)
+        rc = errmsg_set(e, en->is_lost ? ERR_DEVICE : ERR_INVALID,
+                        "the self-test step failed: %s", r->error.text);
+    request_unref(r);
+    en->step_number = 0;
+    metrics_zero_steps(en->metrics);
+    return rc;
+}
+
 static void *engine_main(void *arg)
 {
     struct engine *en = arg;

@@ -28,6 +28,11 @@ int engine_open(const struct engine_config *c, struct model *model, struct queue
                 struct metrics *metrics, struct engine **out, struct errmsg *e);
 void engine_close(struct engine *en);
 
+/* One step of made-up tokens on the calling thread, before engine_start: numbers that are finite,
+ * and the first measure of the rate, without which Retry-After is a guess. Counts as no request.
+ * Returns 0, ERR_NOMEM, ERR_DEVICE, or ERR_INVALID when the model gives NaN or infinities. */
+int engine_self_test(struct engine *en, int32_t vocab, struct errmsg *e);
+
 /* Starts the thread. */
 int engine_start(struct engine *en, struct errmsg *e);
 

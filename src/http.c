@@ -195,10 +195,21 @@ static enum MHD_Result scan_header(void *cls, enum MHD_ValueKind kind, const cha
     if (!value)
         value_len = 0;
     framing_add(&s->framing, name, name_len, value ? value : "", value_len);
-    if (strcasecmp(name, "X-Request-Id") == 0 && exchange_id_is_valid(value, value_len))
-        exchange_set_id(s->x, value);
-    if (strcasecmp(name, "Authorization") == 0 && !s->x->authorization && value)
-        s->x->authorization = copy_of(value, value_len);
+    bool is_id = strcasecmp(name, "X-Request-Id") == 0;
+    bool is_key = strcasecmp(name, "Authorization") == 0 && !s->x->authorization;
+    if (!value || (!is_id && !is_key))
+        return MHD_YES;
+    /* libmicrohttpd 0.9.75 leaves the blanks behind a value (RFC 9112, 5.1). */
+    while (value_len > 0 && (value[value_len - 1] == ' ' || value[value_len - 1] == '\t'))
+        value_len--;
+    char *copy = copy_of(value, value_len);
+    if (is_key) {
+        s->x->authorization = copy;
+        return MHD_YES;
+    }
+    if (copy && exchange_id_is_valid(copy, value_len))
+        exchange_set_id(s->x, copy);
+    free(copy);
     return MHD_YES;
 }
 

@@ -86,6 +86,7 @@ void exchange_set_id(struct exchange *x, const char *id);
 
 /* Hands the body over to body, whose former content is freed. Once. */
 void exchange_take_body(struct exchange *x, struct buf *body);
+size_t exchange_body_len(const struct exchange *x);
 
 /* Remembers call with the exchange: on_hangup(call) runs on the watcher, at most once, should the
  * client go away before exchange_reply; free_call(call) when the exchange is over. Returns false

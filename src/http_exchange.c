@@ -138,6 +138,11 @@ void exchange_set_id(struct exchange *x, const char *id)
     snprintf(x->id, sizeof(x->id), "%s", id);
 }
 
+size_t exchange_body_len(const struct exchange *x)
+{
+    return x->body.len;
+}
+
 void exchange_take_body(struct exchange *x, struct buf *body)
 {
     buf_fini(body);

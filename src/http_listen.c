@@ -37,7 +37,7 @@ static int clear_path(const struct sockaddr_un *sa, struct errmsg *e)
         why = errno;
     }
     if (rc == 0 || why == EAGAIN)
-        return errmsg_set(e, ERR_IO,
+        return errmsg_set(e, ERR_FULL,
                           "listen unix:%s: another process listens there; stop it or choose "
                           "another path",
                           sa->sun_path);
@@ -127,7 +127,8 @@ static int open_tcp(const char *spec, struct listener *l, struct errmsg *e)
     int why = errno;
     freeaddrinfo(ai);
     if (rc != 0)
-        return errmsg_set(e, ERR_IO, "listen %s: %s", spec, strerror(why));
+        return errmsg_set(e, why == EADDRINUSE ? ERR_FULL : ERR_IO, "listen %s: %s", spec,
+                          strerror(why));
     struct sockaddr_storage sa;
     socklen_t len = sizeof(sa);
     char num_host[64], num_port[8];

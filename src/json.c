@@ -25,6 +25,7 @@ int json_fail(struct json_error *e, int code, const char *field, const char *fmt
 struct cursor {
     const char *p, *end;
     int64_t depth;
+    int64_t n_values;         /* about: what starts a list, an object or another value */
     const char *key_at;       /* the key's opening quote */
     char key[JSON_FIELD_MAX]; /* decoded; "" when it is longer or not ASCII */
 };
@@ -94,6 +95,7 @@ static bool cursor_next(struct cursor *c)
 {
     while (c->p < c->end) {
         char ch = *c->p++;
+        c->n_values += ch == ',' || ch == '{' || ch == '[';
         if (ch == '{' || ch == '[') {
             c->depth++;
         } else if (ch == '}' || ch == ']') {
@@ -284,7 +286,8 @@ static int fail_syntax(const char *text, size_t len, const struct cut *cut,
     size_t at = je->position > 0 ? (size_t)je->position : 0;
     if (cut->from && at > (size_t)(cut->from - text))
         at += (size_t)(cut->to - cut->from) - (sizeof(placeholder) - 1);
-    if (code == json_error_out_of_memory)
+    /* jansson says nothing when malloc fails. */
+    if (code == json_error_out_of_memory || !je->text[0])
         return json_fail(e, ERR_NOMEM, NULL, "memory is short");
     char field[JSON_FIELD_MAX] = "";
     struct cursor c;
@@ -310,8 +313,7 @@ static json_t *load(const char *text, size_t len, const struct cut *cut, json_er
     buf_add(&rest, cut->to, (size_t)(text + len - cut->to));
     json_t *root = NULL;
     if (rest.failed) {
-        memset(je, 0, sizeof(*je));
-        je->text[sizeof(je->text) - 1] = json_error_out_of_memory;
+        je->text[0] = '\0';
     } else {
         root = json_loadb(rest.data, rest.len, flags, je);
     }
@@ -330,9 +332,10 @@ int json_parse(const char *text, size_t len, const struct json_rules *rules,
         return json_fail(e, ERR_INVALID, NULL, "the body is empty; a JSON object is accepted");
     int rc = 0;
     cursor_init(&c, text, len);
-    while (rc == 0 && rules->ids_field && cursor_next(&c)) {
+    while (rc == 0 && cursor_next(&c)) {
         const char *value = skip_blanks(c.p, c.end);
-        if (strcmp(c.key, rules->ids_field) != 0 || value >= c.end || *value != '[')
+        if (!rules->ids_field || strcmp(c.key, rules->ids_field) != 0 || value >= c.end ||
+            *value != '[')
             continue;
         if (cut.from) {
             rc = json_fail(e, ERR_INVALID, rules->ids_field, "%s is given twice",
@@ -343,7 +346,11 @@ int json_parse(const char *text, size_t len, const struct json_rules *rules,
         rc = scan_ids(value + 1, c.end, rules, &list, &cut.to, e);
         c.p = cut.to;
     }
-    json_error_t je;
+    json_error_t je = {.line = 0};
+    if (rc == 0 && c.n_values > JSON_MAX_VALUES)
+        rc =
+            json_fail(e, ERR_INVALID, NULL,
+                      "the body has more than %d values beside a list of ids", JSON_MAX_VALUES);
     if (rc == 0) {
         out->root = load(text, len, &cut, &je);
         if (!out->root)

@@ -15,7 +15,11 @@
 
 #include "err.h"
 
-enum { JSON_FIELD_MAX = 64 };
+enum {
+    JSON_FIELD_MAX = 64,
+    JSON_MAX_VALUES =
+        100000 /* beside the list of ids: jansson takes up to 230 bytes for each */
+};
 
 /* What a body may hold. */
 struct json_rules {

@@ -40,13 +40,15 @@ struct server {
 
 /* ---- signals ---- */
 
-static void signals_block(sigset_t *set)
+/* Before the first thread, which inherits it; until then a signal simply ends the program. */
+static void signals_block(void)
 {
-    sigemptyset(set);
-    sigaddset(set, SIGTERM);
-    sigaddset(set, SIGINT);
-    sigaddset(set, SIGHUP);
-    pthread_sigmask(SIG_BLOCK, set, NULL);
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGTERM);
+    sigaddset(&set, SIGINT);
+    sigaddset(&set, SIGHUP);
+    pthread_sigmask(SIG_BLOCK, &set, NULL);
     signal(SIGPIPE, SIG_IGN);
 }
 
@@ -74,10 +76,10 @@ static int server_name(struct server *s, struct errmsg *e)
     const char *name = s->conf.served_name ? s->conf.served_name : last;
     bool is_text = utf8_is_valid(name, strlen(name), NULL);
     for (const char *p = name; *p; p++)
-        is_text &= (unsigned char)*p > 0x20 && *p != 0x7f;
+        is_text &= (unsigned char)*p >= 0x20 && *p != 0x7f;
     if (!is_text)
         return errmsg_set(e, ERR_INVALID,
-                          "%s: found blanks, control characters or bytes that are not UTF-8, "
+                          "%s: found control characters or bytes that are not UTF-8, "
                           "accepted: UTF-8 text without them%s",
                           s->conf.served_name ? "served-name" : "model: its last component",
                           s->conf.served_name ? "" : "; or give --served-name");
@@ -113,6 +115,21 @@ static int server_open_checkpoint(struct server *s, struct errmsg *e)
     return rc;
 }
 
+static bool is_cuda(const struct server *s)
+{
+    return strcmp(s->backend.ops->name, "cuda") == 0;
+}
+
+static int server_open_backend(struct server *s, struct errmsg *e)
+{
+    const struct conf *c = &s->conf;
+    s->backend.ops = backend_find(c->backend, e);
+    if (!s->backend.ops)
+        return ERR_UNSUPPORTED;
+    signals_block();
+    return s->backend.ops->open(&s->backend, is_cuda(s) ? c->cuda_device : c->cpu_threads, e);
+}
+
 static int server_size(struct server *s, struct errmsg *e)
 {
     const struct conf *c = &s->conf;
@@ -122,16 +139,13 @@ static int server_size(struct server *s, struct errmsg *e)
                               .max_prompt_tokens = c->max_prompt_tokens,
                               .state_slots = c->state_slots,
                               .kv_tokens = c->kv_tokens};
-    const struct backend_ops *ops = backend_find(c->backend, e);
-    if (!ops)
-        return ERR_UNSUPPORTED;
-    bool is_cuda = strcmp(ops->name, "cuda") == 0;
-    if (is_cuda)
+    if (is_cuda(s))
         o.memory_share = c->gpu_memory;
-    s->backend.ops = ops;
-    int rc = ops->open(&s->backend, is_cuda ? c->cuda_device : c->cpu_threads, e);
+    int rc = model_size(&s->arch, s->set, &s->backend, &o, &s->sizes, e);
     if (rc == 0)
-        rc = model_size(&s->arch, s->set, &s->backend, &o, &s->sizes, e);
+        metrics_set_pools(&s->metrics,
+                          &(struct metrics_pools){.slots_free = s->sizes.o.state_slots,
+                                                  .pages_free = s->sizes.n_pages});
     return rc;
 }
 
@@ -261,6 +275,8 @@ static int server_open_model(struct server *s, struct errmsg *e)
     s->api.queue = s->queue;
     rc = engine_open(&c, s->model, s->queue, &s->metrics, &s->engine, e);
     if (rc == 0)
+        rc = engine_self_test(s->engine, s->arch.vocab, e);
+    if (rc == 0)
         rc = engine_start(s->engine, e);
     return rc;
 }
@@ -349,9 +365,12 @@ static int server_run(struct server *s, struct errmsg *e)
         rc = api_open(&s->api, s->conf.api_key_file, e);
     if (rc == 0)
         rc = server_open_checkpoint(s, e);
-    if (rc == 0)
-        rc = server_size(s, e);
     if (rc != 0)
+        return EXIT_BAD_CONFIG;
+    rc = server_open_backend(s, e);
+    if (rc != 0) /* what is short now may be there later */
+        return rc == ERR_NOMEM ? EXIT_FAILURE : EXIT_BAD_CONFIG;
+    if (server_size(s, e) != 0)
         return EXIT_BAD_CONFIG;
     if (s->conf.action == CONF_CHECK) {
         e->text[0] = '\0';
@@ -361,7 +380,7 @@ static int server_run(struct server *s, struct errmsg *e)
     server_log_sizes(s);
     rc = server_open_http(s, e);
     if (rc != 0)
-        return rc == ERR_NOMEM ? EXIT_FAILURE : EXIT_BAD_CONFIG;
+        return rc == ERR_NOMEM || rc == ERR_FULL ? EXIT_FAILURE : EXIT_BAD_CONFIG;
     rc = server_open_model(s, e);
     if (rc != 0)
         return rc == ERR_NOMEM || rc == ERR_DEVICE ? EXIT_FAILURE : EXIT_BAD_CONFIG;
@@ -377,7 +396,6 @@ int main(int argc, char **argv)
 {
     static struct server server;
     static struct errmsg e;
-    sigset_t set;
     log_init(LOG_LEVEL_INFO);
     int rc = conf_parse(argc, argv, &server.conf, &e);
     if (rc != 0) {
@@ -393,7 +411,6 @@ int main(int argc, char **argv)
         return 0;
     }
     log_set_level(server.conf.log_level);
-    signals_block(&set);
     rc = server_run(&server, &e);
     if (e.text[0])
         fprintf(stderr, "prefilld: %s\n", e.text);

@@ -32,6 +32,14 @@ void metrics_count(struct metrics *m, enum outcome o)
     atomic_fetch_add_explicit(&m->requests[o], 1, memory_order_relaxed);
 }
 
+void metrics_zero_steps(struct metrics *m)
+{
+    atomic_store(&m->steps, 0);
+    atomic_store(&m->step_tokens, 0);
+    atomic_store(&m->step_us, 0);
+    atomic_store(&m->prompt_tokens, 0);
+}
+
 const char *outcome_name(enum outcome o)
 {
     static const char *const names[OUTCOME_COUNT] = {

@@ -41,6 +41,8 @@ void metrics_fini(struct metrics *m);
 void metrics_set_pools(struct metrics *m, const struct metrics_pools *p);
 void metrics_get_pools(struct metrics *m, struct metrics_pools *p);
 void metrics_count(struct metrics *m, enum outcome o);
+/* Counts of steps and tokens begin anew. */
+void metrics_zero_steps(struct metrics *m);
 
 /* Prometheus text format 0.0.4, with HELP and TYPE for each. */
 void metrics_render(struct metrics *m, struct buf *out);

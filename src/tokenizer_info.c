@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "file.h"
 #include "tokenizer_internal.h"
 
 #define MAX_FILE_BYTES ((size_t)16 << 20)
@@ -16,7 +17,7 @@ static int read_beside(const char *dir, const char *name, struct buf *out, struc
     buf_adds(&path, name);
     int code = ERR_NOMEM;
     if (buf_cstr(&path))
-        code = tokenizer_read_file(path.data, MAX_FILE_BYTES, out, e);
+        code = file_read(path.data, MAX_FILE_BYTES, out, e);
     buf_fini(&path);
     return code == ERR_NOT_FOUND ? errmsg_set(e, 0, "%s", "") : code;
 }

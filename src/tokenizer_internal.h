@@ -274,10 +274,6 @@ struct tokenizer {
 int tokenizer_info_load(struct tokenizer *t, const char *dir, struct errmsg *e);
 void tokenizer_info_fini(struct tokenizer_info *info);
 
-/* Reads a file of at most max_bytes into out. ERR_NOT_FOUND when there is none, ERR_IO, ERR_TOO_LARGE,
- * ERR_NOMEM. */
-int tokenizer_read_file(const char *path, size_t max_bytes, struct buf *out, struct errmsg *e);
-
 /* ---- the parts of tokenizer.json but for the vocabulary (tokenizer_check.c) */
 
 struct json_slice {

@@ -1,11 +1,9 @@
 /* tokenizer.json to struct tokenizer. The file is read whole; the vocabulary and the merges are
  * taken from its text directly, for their number, the rest through tokenizer_check.c. */
-#include <errno.h>
-#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
+#include "file.h"
 #include "tokenizer_cursor.h"
 #include "tokenizer_internal.h"
 
@@ -35,37 +33,6 @@ struct loader {
     int32_t n_merges, cap_merges;
     struct errmsg *e;
 };
-
-int tokenizer_read_file(const char *path, size_t max_bytes, struct buf *out, struct errmsg *e)
-{
-    int code = 0, saved_errno;
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) {
-        code = errno == ENOENT ? ERR_NOT_FOUND : ERR_IO;
-        return errmsg_set(e, code, "%s: cannot open: %s", path, strerror(errno));
-    }
-    for (;;) {
-        if (buf_reserve(out, (size_t)1 << 20) != 0) {
-            code = errmsg_set(e, ERR_NOMEM, "%s: no memory to read it", path);
-            break;
-        }
-        ssize_t n = read(fd, out->data + out->len, out->cap - out->len);
-        saved_errno = errno;
-        if (n < 0 && saved_errno == EINTR)
-            continue;
-        if (n < 0)
-            code = errmsg_set(e, ERR_IO, "%s: cannot read: %s", path, strerror(saved_errno));
-        if (n <= 0)
-            break;
-        out->len += (size_t)n;
-        if (out->len > max_bytes) {
-            code = errmsg_set(e, ERR_TOO_LARGE, "%s: more than %zu bytes", path, max_bytes);
-            break;
-        }
-    }
-    close(fd);
-    return code;
-}
 
 /* ---- spellings */
 
@@ -463,7 +430,7 @@ int tokenizer_load(const char *path, struct tokenizer **out, struct errmsg *e)
     l.t = calloc(1, sizeof(*l.t));
     if (!l.t)
         return errmsg_set(e, ERR_NOMEM, "%s: no memory to load it", path);
-    code = tokenizer_read_file(path, MAX_FILE_BYTES, &file, e);
+    code = file_read(path, MAX_FILE_BYTES, &file, e);
     if (code == 0)
         code = build(&l, file.data, file.len);
     buf_fini(&file);

@@ -13,27 +13,30 @@ struct work {
     pthread_mutex_t lock;
     pthread_cond_t wake;
     struct lane lanes[WORK_N_LANES];
-    int32_t n_requests; /* waiting in WORK_REQUEST */
+    int32_t n_requests; /* waiting in WORK_REQUEST and WORK_BULK */
     int32_t max_requests;
+    int32_t n_bulk, max_bulk; /* of WORK_BULK, being run */
     bool is_closing;
     int32_t n_running; /* jobs being run; while closing, they may post more */
     int32_t n_threads;
     pthread_t threads[];
 };
 
-/* With the lock held; NULL when nothing waits in the first n_lanes. */
-static struct work_job *take_job(struct work *w, int n_lanes)
+/* With the lock held; NULL when nothing may be taken of the first n_lanes. */
+static struct work_job *take_job(struct work *w, int n_lanes, enum work_lane *lane)
 {
     for (int i = 0; i < n_lanes; i++) {
         struct lane *l = &w->lanes[i];
         struct work_job *job = l->head;
-        if (!job)
+        if (!job || (i == WORK_BULK && w->n_bulk == w->max_bulk))
             continue;
         l->head = job->next;
         if (!l->head)
             l->tail = &l->head;
-        if (i == WORK_REQUEST)
+        if (i >= WORK_REQUEST)
             w->n_requests--;
+        w->n_bulk += i == WORK_BULK;
+        *lane = (enum work_lane)i;
         return job;
     }
     return NULL;
@@ -43,13 +46,16 @@ static void work(struct work *w, int n_lanes)
 {
     pthread_mutex_lock(&w->lock);
     for (;;) {
-        struct work_job *job = take_job(w, n_lanes);
+        enum work_lane lane;
+        struct work_job *job = take_job(w, n_lanes, &lane);
         if (job) {
             w->n_running++;
             pthread_mutex_unlock(&w->lock);
             job->run(job);
             pthread_mutex_lock(&w->lock);
             w->n_running--;
+            /* Whoever passed over the next one sleeps; this thread looks again itself. */
+            w->n_bulk -= lane == WORK_BULK;
         } else if (w->is_closing && w->n_running == 0) {
             break;
         } else {
@@ -84,6 +90,7 @@ int work_open(int32_t n_threads, int32_t max_requests, struct work **out)
     for (int i = 0; i < WORK_N_LANES; i++)
         w->lanes[i].tail = &w->lanes[i].head;
     w->max_requests = max_requests;
+    w->max_bulk = n_threads > 1 ? n_threads / 2 : 1;
     while (w->n_threads < n_threads + 1) {
         if (pthread_create(&w->threads[w->n_threads], NULL,
                            w->n_threads < n_threads ? worker_main : spare_main, w) != 0) {
@@ -100,11 +107,11 @@ int work_post(struct work *w, enum work_lane lane, struct work_job *job)
 {
     job->next = NULL;
     pthread_mutex_lock(&w->lock);
-    if (lane == WORK_REQUEST && w->n_requests >= w->max_requests) {
+    if (lane >= WORK_REQUEST && w->n_requests >= w->max_requests) {
         pthread_mutex_unlock(&w->lock);
         return ERR_FULL;
     }
-    if (lane == WORK_REQUEST)
+    if (lane >= WORK_REQUEST)
         w->n_requests++;
     *w->lanes[lane].tail = job;
     w->lanes[lane].tail = &job->next;

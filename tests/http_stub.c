@@ -96,7 +96,9 @@ static void admit(void *arg, struct exchange *x)
 static enum work_lane lane(void *arg, const struct exchange *x)
 {
     (void)arg;
-    return strcmp(exchange_path(x), "/quick") == 0 ? WORK_QUICK : WORK_REQUEST;
+    return strcmp(exchange_path(x), "/quick") == 0 ? WORK_QUICK
+           : exchange_body_len(x) > 100000         ? WORK_BULK
+                                                   : WORK_REQUEST;
 }
 
 static void refused(void *arg, const struct exchange *x, int status)

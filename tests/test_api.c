@@ -596,7 +596,7 @@ static void test_keys(void)
     close(file);
     CHECK(api_open(&none, path, &e) == ERR_INVALID && strstr(e.text, "no key"), "%s", e.text);
     unlink(path);
-    CHECK(api_open(&none, path, &e) == ERR_IO && strstr(e.text, path), "%s", e.text);
+    CHECK(api_open(&none, path, &e) == ERR_NOT_FOUND && strstr(e.text, path), "%s", e.text);
 }
 
 /* ---- everything at once ---- */

@@ -79,8 +79,9 @@ static void test_ids(void)
 {
     struct server *s = server_start(server_config());
     struct answer a =
-        client_ask(s->address, "GET / HTTP/1.1\r\n" HOST "X-Request-Id: abc/1~\r\n\r\n");
-    CHECK(answer_has(&a, "X-Request-Id", "abc/1~"), "the client's id comes back");
+        client_ask(s->address, "GET / HTTP/1.1\r\n" HOST "X-Request-Id: abc/1~ \t\r\n\r\n");
+    CHECK(answer_has(&a, "X-Request-Id", "abc/1~"),
+          "the client's id comes back, without the blanks behind it");
     answer_free(&a);
     a = client_ask(s->address, "GET / HTTP/1.1\r\n" HOST "X-Request-Id: a b\r\n\r\n");
     const char *id = answer_header(&a, "X-Request-Id");
@@ -334,6 +335,37 @@ static void test_body_budget(void)
     server_stop(s);
 }
 
+/* Large bodies take at most half of the workers: two long texts held up every other request. */
+static void test_bulk(void)
+{
+    struct server *s = server_start(server_config());
+    static char body[200000];
+    char head[128];
+    int fds[3];
+    memset(body, 'x', sizeof(body));
+    snprintf(head, sizeof(head), "POST /hold HTTP/1.1\r\n" HOST "Content-Length: %zu\r\n\r\n",
+             sizeof(body));
+    atomic_store(&s->holds_workers, true);
+    for (int i = 0; i < 3; i++) {
+        fds[i] = client_connect(s->address);
+        client_sends(fds[i], head);
+        client_send(fds[i], body, sizeof(body));
+    }
+    CHECK(becomes(&s->n_handled, 1), "one is being read");
+    struct answer a = client_ask(s->address, "GET /x HTTP/1.1\r\n" HOST "\r\n");
+    CHECK(a.status == 200, "a small request passes: %d", a.status);
+    answer_free(&a);
+    CHECK(atomic_load(&s->n_handled) == 2, "the other two wait");
+    atomic_store(&s->holds_workers, false);
+    for (int i = 0; i < 3; i++) {
+        a = client_read(fds[i], 1);
+        CHECK(a.status == 200, "large body %d", i);
+        answer_free(&a);
+        close(fds[i]);
+    }
+    server_stop(s);
+}
+
 /* ---- the framing rules by themselves ---- */
 
 static void test_framing_rules(void)
@@ -371,5 +403,6 @@ int main(void)
     test_body_limits();
     test_early_refusal();
     test_body_budget();
+    test_bulk();
     return tap_done();
 }

@@ -9,6 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "file.h"
 #include "tokenizer_internal.h"
 
 #define DEMO "tests/models/demo/tokenizer.json"
@@ -103,8 +104,7 @@ static inline void read_whole(const char *name, struct buf *out)
 {
     struct errmsg e = {""};
     buf_init(out);
-    cr_assert_eq(tokenizer_read_file(source_path(name), (size_t)1 << 28, out, &e), 0, "%s",
-                 e.text);
+    cr_assert_eq(file_read(source_path(name), (size_t)1 << 28, out, &e), 0, "%s", e.text);
 }
 
 #endif
