@@ -39,6 +39,10 @@ struct gemm_lib {
                                 cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
                                 cublasLtMatrixLayout_t, cublasLtMatmulPreference_t, int,
                                 cublasLtMatmulHeuristicResult_t *, int *);
+    cublasStatus_t (*check)(cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t,
+                            cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
+                            cublasLtMatrixLayout_t, const cublasLtMatmulAlgo_t *,
+                            cublasLtMatmulHeuristicResult_t *);
     cublasStatus_t (*matmul)(cublasLtHandle_t, cublasLtMatmulDesc_t, const void *, const void *,
                              cublasLtMatrixLayout_t, const void *, cublasLtMatrixLayout_t,
                              const void *, const void *, cublasLtMatrixLayout_t, void *,
@@ -62,6 +66,7 @@ static const char *lib_load(struct gemm_lib *lib)
         {"cublasLtMatmulPreferenceInit_internal", &lib->pref_init},
         {"cublasLtMatmulPreferenceSetAttribute", &lib->pref_set},
         {"cublasLtMatmulAlgoGetHeuristic", &lib->heuristic},
+        {"cublasLtMatmulAlgoCheck", &lib->check},
         {"cublasLtMatmul", &lib->matmul},
     };
     lib->handle = dlopen(LT_NAME(CUBLAS_VER_MAJOR), RTLD_NOW | RTLD_LOCAL);
@@ -144,6 +149,41 @@ static cublasStatus_t multiply(struct cuda_impl *impl, struct gemm_layout *l, co
                           algo, g->workspace, GEMM_WORKSPACE_BYTES, impl->stream);
 }
 
+/* Algorithms without split-K for n_rows, best guess first. Returns how many. */
+static int candidates(struct gemm *g, struct gemm_layout *l,
+                      cublasLtMatmulHeuristicResult_t *out)
+{
+    cublasLtMatmulPreferenceOpaque_t pref;
+    const uint32_t no_split = CUBLASLT_REDUCTION_SCHEME_NONE;
+    const size_t workspace = GEMM_WORKSPACE_BYTES;
+    int n = 0, n_good = 0;
+    g->lib->pref_init(&pref, sizeof(pref));
+    g->lib->pref_set(&pref, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &no_split,
+                     sizeof(no_split));
+    g->lib->pref_set(&pref, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
+                     sizeof(workspace));
+    if (g->lib->heuristic(g->lt, &g->op, &l->w, &l->a, &l->c, &l->c, &pref, GEMM_CANDIDATES,
+                          out, &n) != CUBLAS_STATUS_SUCCESS)
+        return 0;
+    for (int i = 0; i < n; i++)
+        if (out[i].state == CUBLAS_STATUS_SUCCESS)
+            out[n_good++] = out[i];
+    return n_good;
+}
+
+/* For a shape that the plan's algorithm refuses after all: the library's guess. It waits for
+ * nothing, and no algorithm without split-K was seen to give other bits. */
+static cublasStatus_t multiply_anyhow(struct cuda_impl *impl, struct gemm_layout *l,
+                                      const void *w, const void *a, void *c)
+{
+    cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES];
+    int n = candidates(&impl->gemm, l, found);
+    cublasStatus_t s = CUBLAS_STATUS_NOT_SUPPORTED;
+    for (int i = 0; i < n && s != CUBLAS_STATUS_SUCCESS; i++)
+        s = multiply(impl, l, w, a, c, &found[i].algo);
+    return s;
+}
+
 static int32_t bucket_of(int32_t n_rows)
 {
     int32_t i = 0;
@@ -166,8 +206,11 @@ void gemm_run(struct backend *b, const struct gemm_plan *plan, const void *w, in
     }
     layout_init(&impl->gemm, &l, plan, n_rows, ldc);
     const cublasLtMatmulAlgo_t *algo = plan->has_algo[i] ? &plan->algo[i] : &plan->common;
-    if (multiply(impl, &l, w, a, c, algo) != CUBLAS_STATUS_SUCCESS)
-        cuda_note(b, "cublasLtMatmul", cudaErrorUnknown);
+    cublasStatus_t s = multiply(impl, &l, w, a, c, algo);
+    if (s != CUBLAS_STATUS_SUCCESS)
+        s = multiply_anyhow(impl, &l, w, a, c);
+    if (s != CUBLAS_STATUS_SUCCESS)
+        cuda_note(b, impl->gemm.lib->status_string(s), cudaErrorUnknown);
 }
 
 void cuda_matmul(struct backend *b, const struct op_matmul *a)
@@ -191,28 +234,6 @@ struct trial {
     char *got;          /* host: one row */
     cudaEvent_t from, to;
 };
-
-/* Algorithms without split-K for n_rows, best guess first. Returns how many. */
-static int candidates(struct gemm *g, struct gemm_layout *l,
-                      cublasLtMatmulHeuristicResult_t *out)
-{
-    cublasLtMatmulPreferenceOpaque_t pref;
-    const uint32_t no_split = CUBLASLT_REDUCTION_SCHEME_NONE;
-    const size_t workspace = GEMM_WORKSPACE_BYTES;
-    int n = 0, n_good = 0;
-    g->lib->pref_init(&pref, sizeof(pref));
-    g->lib->pref_set(&pref, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &no_split,
-                     sizeof(no_split));
-    g->lib->pref_set(&pref, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
-                     sizeof(workspace));
-    if (g->lib->heuristic(g->lt, &g->op, &l->w, &l->a, &l->c, &l->c, &pref, GEMM_CANDIDATES,
-                          out, &n) != CUBLAS_STATUS_SUCCESS)
-        return 0;
-    for (int i = 0; i < n; i++)
-        if (out[i].state == CUBLAS_STATUS_SUCCESS)
-            out[n_good++] = out[i];
-    return n_good;
-}
 
 static int32_t bucket_rows(const struct trial *t, int32_t i)
 {
@@ -269,6 +290,29 @@ static float time_algo(struct trial *t, int32_t n_rows, const cublasLtMatmulAlgo
     return best;
 }
 
+/* Whether an algorithm takes every kind of row count from 1 or the last bucket's end to n_rows, in
+ * rows of c that are packed and that are padded as the model pads them. */
+static bool fits_bucket(struct trial *t, int32_t n_rows, const cublasLtMatmulAlgo_t *algo)
+{
+    struct gemm *g = &t->impl->gemm;
+    int32_t least = n_rows <= 1 << GEMM_SMALLEST_LOG2 ? 1 : n_rows / 2 + 1;
+    const int32_t counts[] = {least, least + 1, least + 2, (least + n_rows) / 2, n_rows};
+    const int64_t rows = t->plan->rows,
+                  lds[] = {rows, (rows + 3) / 4 * 4, (rows + 63) / 64 * 64};
+    for (size_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
+        for (size_t k = 0; k < sizeof(lds) / sizeof(lds[0]); k++) {
+            struct gemm_layout l;
+            cublasLtMatmulHeuristicResult_t r;
+            layout_init(g, &l, t->plan, counts[i], lds[k]);
+            if (g->lib->check(g->lt, &g->op, &l.w, &l.a, &l.c, &l.c, algo, &r) !=
+                    CUBLAS_STATUS_SUCCESS ||
+                r.workspaceSize > GEMM_WORKSPACE_BYTES)
+                return false;
+        }
+    }
+    return true;
+}
+
 /* The fastest of the candidates for n_rows whose rows have the common bits; with is_first any
  * will do, and it becomes the common one. */
 static bool choose(struct trial *t, int32_t n_rows, int32_t bucket, bool is_first,
@@ -280,6 +324,8 @@ static bool choose(struct trial *t, int32_t n_rows, int32_t bucket, bool is_firs
     int n = candidates(&t->impl->gemm, &l, found);
     float best = -1;
     for (int i = 0; i < n; i++) {
+        if (!fits_bucket(t, n_rows, &found[i].algo))
+            continue;
         float ms = time_algo(t, n_rows, &found[i].algo);
         if (ms < 0 || (best >= 0 && ms >= best))
             continue;

@@ -445,7 +445,10 @@ static void test_all(bool is_self)
     test_rows();
     test_matmul_shape(2048, 1024, 2048);
     test_matmul_shape(520, 256, 576);
+    /* Rows that no vector of bf16 divides. */
     test_matmul_shape(1030, 640, 1088);
+    test_matmul_shape(1030, 128, 1088);
+    test_matmul_shape(6, 128, 64);
     test_matmul_shape(256, 4096, 256);
     for (int i = 0; i <= N_SHAPES; i++) {
         test_gdn(i, 2, 4, true);
