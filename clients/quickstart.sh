@@ -14,6 +14,7 @@ TXT
 }
 
 keep=
+[ $# -le 1 ] || { usage >&2 && exit 2; }
 case ${1-} in
 '') ;;
 --keep) keep=yes ;;
@@ -26,9 +27,9 @@ cd "$root" || exit 1
 . clients/packages.sh
 
 packages='build-essential autoconf automake pkgconf libmicrohttpd-dev libjansson-dev libpcre2-dev
-    libutf8proc-dev python3'
+    libutf8proc-dev python3 curl'
 work=$root/build/quickstart
-log=$work/prefilld.log
+log=$work/prefilld-$$.log # its own: a kept daemon goes on writing to that of its run
 pid=
 
 say() {
@@ -45,11 +46,26 @@ die() { # what went wrong, file that tells more, advice
     exit 1
 }
 
+# What an interrupted run left half done is done again: autoreconf unless the last line of the
+# file that it writes last is there, configure unless it came to its end.
 build() {
-    [ -x configure ] || autoreconf -i || return
-    [ -f "$work/Makefile" ] ||
-        (cd "$work" && ../../configure --quiet --disable-tests) || return
+    if ! [ -x configure ] || [ "$(tail -n 1 Makefile.in 2>/dev/null)" != .NOEXPORT: ]; then
+        autoreconf -i || return
+    fi
+    [ -f "$work/configured" ] ||
+        (cd "$work" && ../../configure --quiet --disable-tests && touch configured) || return
     make -C "$work" -j"$(nproc)" prefilld
+}
+
+# Daemons that earlier runs with --keep left, when they still run.
+show_kept() {
+    for file in "$work"/kept-*; do
+        kept=${file##*/kept-}
+        case $(readlink "/proc/$kept/exe" 2>/dev/null) in
+        "$work/prefilld"*) say "One that was kept runs already: $(cat "$file"), process $kept" ;;
+        *) rm -f "$file" ;;
+        esac
+    done
 }
 
 stop_daemon() {
@@ -66,19 +82,27 @@ stop_daemon() {
 }
 
 trap stop_daemon EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM HUP
+trap 'rm -f "$log"; exit 130' INT
+trap 'rm -f "$log"; exit 143' TERM HUP
 
-mkdir -p "$work" || exit 1
+if [ -f config.status ]; then
+    die "this tree is configured in place, and cannot be built elsewhere too" '' \
+        "Run this first, then quickstart again: make -C '$root' distclean"
+fi
+mkdir -p "$work" 2>/dev/null
+if ! [ -w "$work" ] || ! [ -w "$root" ]; then
+    die "$(id -un) cannot write in $root, where it is built" '' \
+        "Run it as the owner of that folder, or in a copy of your own."
+fi
 
 # shellcheck disable=SC2086
 missing=$(packages_missing $packages)
 if [ -n "$missing" ]; then
     say "Installing the Debian packages $missing"
-    # shellcheck disable=SC2086
+    # shellcheck disable=SC2046,SC2086
     packages_install $missing >"$work/packages.log" 2>&1 ||
         die "the packages could not be installed" "$work/packages.log" \
-            "Install them by hand, as root: apt-get install $missing"
+            "$(packages_advice $missing)"
 fi
 
 [ -x "$work/prefilld" ] || say "Building in build/quickstart; the first time takes a minute or two"
@@ -89,7 +113,7 @@ build >"$work/build.log" 2>&1 ||
 # Small steps, so that the passage is seen to run in more than one piece.
 model=tests/models/demo
 say "Starting prefilld on the demo model, which learned the King James Bible ($model)"
-: >"$log" # an old `ready` line must not be taken for this one's
+show_kept
 run="build/quickstart/prefilld --model $model --listen 127.0.0.1:0 --max-step-tokens 256"
 if [ -n "$keep" ]; then
     # shellcheck disable=SC2086
@@ -128,14 +152,16 @@ clients/prefill --url "http://$address" --file "$passage" ||
     die "the request failed" "$log" "What it sent: clients/prefill --url http://$address --file $passage"
 
 if [ -n "$keep" ]; then
+    echo "http://$address" >"$work/kept-$pid"
     say "prefilld goes on: http://$address, process $pid, log $log"
     cat <<TXT
-  ask it:   clients/prefill --url http://$address --text 'In the beginning'
+  ask it:   '$root/clients/prefill' --url http://$address --text 'In the beginning'
             curl http://$address/v1/prefill -d '{"prompt": "In the beginning"}'
   stop it:  kill $pid
 TXT
     pid=
 else
     stop_daemon
+    rm -f "$log"
     say "prefilld is stopped. --keep leaves it running; README.md says what else it does."
 fi

@@ -9,7 +9,8 @@ cd "$root" || exit 1
 . clients/packages.sh
 
 packages='build-essential autoconf automake pkgconf libmicrohttpd-dev libjansson-dev libpcre2-dev
-    libutf8proc-dev libcriterion-dev python3 clang-format mandoc'
+    libutf8proc-dev libcriterion-dev python3'
+checkers='clang-format mandoc' # without them their tests are skipped in words
 jobs=$(nproc)
 logs=$root/build/logs
 # No make check takes minutes; a test that hangs is ended here.
@@ -149,13 +150,28 @@ note_kernels() {
     skipped=$((skipped + 1))
 }
 
-mkdir -p "$logs" || exit 1
+if [ -f config.status ]; then
+    echo "this tree is configured in place, and cannot be built elsewhere too." \
+        "Run first: make -C '$root' distclean"
+    exit 1
+fi
+mkdir -p "$logs" 2>/dev/null
+if ! [ -w "$logs" ] || ! [ -w "$root" ]; then
+    echo "$(id -un) cannot write in $root, where it is built and tested:" \
+        "run it as the owner of that folder, or in a copy of your own"
+    exit 1
+fi
 # shellcheck disable=SC2086
-missing=$(packages_missing $packages)
+missing=$(packages_missing $packages $checkers)
 if [ -n "$missing" ]; then
-    # Without them configure says what is missing, or a test is skipped in words.
     # shellcheck disable=SC2086
-    stage "install packages" . packages_install $missing
+    if ! stage "install packages" . packages_install $missing &&
+        [ -n "$(packages_missing $packages)" ]; then
+        # shellcheck disable=SC2086
+        packages_advice $missing
+        complete=yes
+        exit 1
+    fi
 fi
 [ -d ../shared/fixtures ] ||
     echo "note: ../shared/fixtures is not here; tests that need its goldens are skipped"
