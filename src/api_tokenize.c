@@ -87,7 +87,9 @@ void api_detokenize(struct api *a, struct exchange *x)
     rc = api_check_model(a, body.root, &e);
     if (rc == 0 && !body.has_ids)
         rc = json_fail(&e, ERR_INVALID, "tokens", "tokens is %s; a list of ids is accepted",
-                       json_kind(json_object_get(body.root, "tokens")));
+                       json_object_get(body.root, "tokens")
+                           ? json_kind(json_object_get(body.root, "tokens"))
+                           : "missing");
     if (rc == 0 && !a->tokenizer)
         rc = json_fail(&e, ERR_INVALID, "tokens", "%s", no_tokenizer);
     if (rc == 0) {

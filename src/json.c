@@ -99,7 +99,8 @@ static bool cursor_next(struct cursor *c)
         if (ch == '{' || ch == '[') {
             c->depth++;
         } else if (ch == '}' || ch == ']') {
-            c->depth--;
+            if (--c->depth <= 0)
+                c->p = c->end; /* what follows is no part of it; jansson says so */
         } else if (ch == '"') {
             const char *open = c->p;
             const char *close = find_quote(open, c->end);

@@ -112,6 +112,7 @@ static const struct {
     {"", "", "empty"},
     {"[1]", "", "a list"},
     {"\"prompt\"", "", "a string"},
+    {"{\"prompt\":[1]}{\"prompt\":[1]}", "", "follows the object"},
     {"{\"prompt\":[1]", "prompt", "ends too early"},
     {"{\"prompt\":[1", "prompt", "ends behind prompt[0]"},
     {"{\"prompt\":[", "prompt", "prompt[0] is not JSON"},
