@@ -45,6 +45,8 @@ const struct option conf_options[] = {
      "tokens in one step, of all requests together"},
     {"max-seqs", "N", "256", KIND_I32, AT(max_seqs), 1, 1 << 16, 0, NULL,
      "requests in one step"},
+    {"max-decode-share", "SHARE", "0.5", KIND_SHARE, AT(max_decode_share), 1, 1000, 0, NULL,
+     "share of max-seqs that generated tokens may take of a step; the rest is for prompts"},
     {"max-prompt-tokens", "N", "0", KIND_I32, AT(max_prompt_tokens), 0, 1 << 24, 0, NULL,
      "longest prompt; 0: the model's limit, cut to what the pools hold"},
     {"queue-length", "N", "1024", KIND_I32, AT(queue_length), 1, 1 << 20, 0, NULL,

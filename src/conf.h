@@ -41,7 +41,8 @@ struct conf {
     int32_t page_tokens;
     int32_t cpu_threads;
     int32_t cuda_device;
-    int32_t gpu_memory; /* thousandths of the device's free memory */
+    int32_t max_decode_share; /* thousandths of max_seqs */
+    int32_t gpu_memory;       /* thousandths of the device's free memory */
 
     /* HTTP */
     int32_t workers;

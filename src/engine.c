@@ -66,6 +66,7 @@ int engine_open(const struct engine_config *c, struct model *model, struct queue
     en->shuffle = c->shuffle;
     en->shuffle_state = c->shuffle_seed;
     struct sched_config sc = {.policy = c->policy,
+                              .max_decodes = c->max_decodes,
                               .max_step_tokens = sizes->o.max_step_tokens,
                               .max_seqs = sizes->o.max_seqs,
                               .max_waiting = c->max_waiting};
@@ -222,7 +223,7 @@ static void engine_end_request(struct engine *en, struct request *r, enum outcom
     engine_unlink(en, r);
     r->ended_us = request_now_us();
     if (r->outcome == OUTCOME_OK)
-        atomic_fetch_add(&en->metrics->prompt_tokens, r->n_ids);
+        atomic_fetch_add(&en->metrics->prompt_tokens, r->n_prompt);
     if (en->n_held == 0 && (en->slots.n_held || en->pages.n_held || en->admitted_left))
         log_error("event=leak slots_held=%d pages_held=%d tokens_left=%lld", en->slots.n_held,
                   en->pages.n_held, (long long)en->admitted_left);
@@ -397,6 +398,42 @@ static void engine_measure(struct engine *en, const struct step *s)
               s->host.n_tokens, s->n_pieces, (long long)(now_us - from_us));
 }
 
+static bool is_stop(const struct sampling *s, int32_t id)
+{
+    for (int32_t i = 0; i < s->n_stop; i++)
+        if (s->stop_ids[i] == id)
+            return true;
+    return false;
+}
+
+/* The prompt of r, or its last token, was computed: chooses the next. */
+static void engine_generate(struct engine *en, struct request *r)
+{
+    const struct sampling *s = r->sampling;
+    int32_t at = atomic_load(&r->n_new), best = 0;
+    while (at < s->min_new && best < s->n_stop && is_stop(s, r->next_top[best].id))
+        best++;
+    int32_t id = r->next_top[best].id;
+    r->ids[r->n_prompt + at] = id;
+    r->new_logprobs[at] = r->next_top[best].logprob;
+    for (int32_t i = 0; i < r->n_top; i++)
+        r->new_top[(size_t)at * (size_t)r->n_top + (size_t)i] = r->next_top[i];
+    bool stops = is_stop(s, id);
+    r->finish = stops ? FINISH_STOP : FINISH_LENGTH;
+    atomic_store(&r->n_new, at + 1);
+    atomic_fetch_add(&en->metrics->new_tokens, 1);
+    if (r->on_token)
+        r->on_token(r, r->done_arg);
+    if (stops || at + 1 == s->max_new) {
+        engine_end_request(en, r, OUTCOME_OK, "");
+        return;
+    }
+    r->n_ids++;
+    en->admitted_left++;
+    if (sched_continue(en->sched, &r->item) != 0)
+        engine_end_request(en, r, OUTCOME_ERROR, "no memory");
+}
+
 static void engine_publish_piece(struct engine *en, const struct step *s, int32_t i)
 {
     const struct step_piece *p = &s->pieces[i];
@@ -416,12 +453,14 @@ static void engine_publish_piece(struct engine *en, const struct step *s, int32_
         engine_end_request(en, r, OUTCOME_ERROR, "the model gave numbers that are not finite");
         return;
     }
-    if (request_add_piece(r, s->number, p->start, p->n_tokens) != 0)
+    if (p->start < r->n_prompt && request_add_piece(r, s->number, p->start, p->n_tokens) != 0)
         engine_end_request(en, r, OUTCOME_ERROR, "no memory");
     else if (atomic_load(&r->cancelled))
         engine_end_request(en, r, OUTCOME_CANCELLED, "cancelled");
     else if (p->is_last && r->item.deadline_us && request_now_us() > r->item.deadline_us)
         engine_end_request(en, r, OUTCOME_DEADLINE, "deadline_ms has passed");
+    else if (p->is_last && r->sampling)
+        engine_generate(en, r);
     else if (p->is_last)
         engine_end_request(en, r, OUTCOME_OK, "");
 }

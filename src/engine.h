@@ -17,6 +17,7 @@
 struct engine_config {
     enum sched_policy policy;
     int32_t max_waiting; /* the queue's length */
+    int32_t max_decodes; /* generated tokens computed in a step; 0: no limit of its own */
     bool shuffle;        /* tests: hand out slots and pages in random order */
     uint64_t shuffle_seed;
 };

@@ -268,7 +268,10 @@ static int server_open_model(struct server *s, struct errmsg *e)
     double seconds = (double)(request_now_us() - from_us) / 1e6;
     log_info("event=loaded seconds=%.2f gb_per_s=%.2f", seconds,
              (double)s->sizes.weights_bytes / 1e9 / seconds);
-    struct engine_config c = {.policy = s->conf.policy, .max_waiting = s->conf.queue_length};
+    int64_t max_decodes = (int64_t)s->conf.max_seqs * s->conf.max_decode_share / 1000;
+    struct engine_config c = {.policy = s->conf.policy,
+                              .max_waiting = s->conf.queue_length,
+                              .max_decodes = max_decodes > 1 ? (int32_t)max_decodes : 1};
     rc = queue_open(s->conf.queue_length, &s->queue);
     if (rc != 0)
         return errmsg_set(e, rc, "no memory for a queue of %d", s->conf.queue_length);

@@ -38,6 +38,7 @@ void metrics_zero_steps(struct metrics *m)
     atomic_store(&m->step_tokens, 0);
     atomic_store(&m->step_us, 0);
     atomic_store(&m->prompt_tokens, 0);
+    atomic_store(&m->new_tokens, 0);
 }
 
 const char *outcome_name(enum outcome o)
@@ -106,6 +107,8 @@ void metrics_render(struct metrics *m, struct buf *out)
     single(out, "prefilld_prompt_tokens_total", "counter",
            "Prompt tokens of requests that were computed to their end.",
            atomic_load(&m->prompt_tokens));
+    single(out, "prefilld_generated_tokens_total", "counter",
+           "Tokens generated behind prompts.", atomic_load(&m->new_tokens));
     single(out, "prefilld_not_finite_rows_total", "counter",
            "Result rows that held NaN or infinity.", atomic_load(&m->nan_rows));
     head(out, "prefilld_requests_total", "counter", "Prefill requests by how they ended.");

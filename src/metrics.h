@@ -27,6 +27,7 @@ struct metrics {
     atomic_llong step_tokens;
     atomic_llong step_us;       /* time steps took, launch to end */
     atomic_llong prompt_tokens; /* of requests answered */
+    atomic_llong new_tokens;    /* generated */
     atomic_llong nan_rows;
     atomic_int connections;
     /* For /health and Retry-After. */

@@ -48,7 +48,7 @@ struct request *request_new(int32_t *ids, int32_t n_ids, enum logprobs_mode mode
     atomic_init(&r->refs, 1);
     atomic_init(&r->cancelled, false);
     r->ids = ids;
-    r->n_ids = n_ids;
+    r->n_ids = r->n_prompt = n_ids;
     r->logprobs = mode;
     r->n_top = n_top;
     r->item.n_tokens = n_ids;
@@ -62,6 +62,33 @@ struct request *request_new(int32_t *ids, int32_t n_ids, enum logprobs_mode mode
         return NULL;
     }
     return r;
+}
+
+int request_generate(struct request *r, const struct sampling *s, int32_t page_tokens)
+{
+    assert(!r->sampling && s->max_new >= 1);
+    r->sampling = malloc(sizeof(*s));
+    if (!r->sampling) {
+        free(s->bias);
+        return ERR_NOMEM;
+    }
+    *r->sampling = *s;
+    size_t n_new = (size_t)s->max_new, n_all = (size_t)r->n_prompt + n_new;
+    if (n_all > INT32_MAX)
+        return ERR_NOMEM;
+    int32_t *ids = realloc(r->ids, n_all * sizeof(*ids));
+    if (!ids)
+        return ERR_NOMEM;
+    r->ids = ids;
+    /* The last token is never computed: nothing is behind it. */
+    r->item.n_pages = ((int32_t)n_all - 2) / page_tokens + 1;
+    int32_t *pages = realloc(r->pages, (size_t)r->item.n_pages * sizeof(*pages));
+    if (!pages)
+        return ERR_NOMEM;
+    r->pages = pages;
+    r->new_logprobs = calloc(n_new, sizeof(*r->new_logprobs));
+    r->new_top = r->n_top > 0 ? calloc(n_new * (size_t)r->n_top, sizeof(*r->new_top)) : NULL;
+    return r->new_logprobs && (r->new_top || r->n_top == 0) ? 0 : ERR_NOMEM;
 }
 
 void request_ref(struct request *r)
@@ -86,6 +113,11 @@ void request_unref(struct request *r)
     free(r->prompt_logprobs);
     free(r->prompt_top);
     free(r->pieces);
+    free(r->new_logprobs);
+    free(r->new_top);
+    if (r->sampling)
+        free(r->sampling->bias);
+    free(r->sampling);
     free(r);
 }
 

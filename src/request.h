@@ -40,14 +40,40 @@ struct request_piece {
     int32_t n_tokens;
 };
 
+struct token_bias {
+    int32_t id;
+    float bias;
+};
+
+/* How tokens are chosen behind the prompt. All zero: greedy, and no end but max_new. */
+struct sampling {
+    int32_t max_new;   /* tokens to generate, at least 1 */
+    int32_t min_new;   /* before these no stop token is chosen */
+    float temperature; /* 0: the most probable one, ties to the lower id */
+    int32_t top_k;     /* 0: all */
+    float top_p;       /* 0 or 1: all */
+    float min_p;       /* 0: all */
+    float presence_penalty, frequency_penalty; /* 0: none */
+    float repetition_penalty;                  /* 0 or 1: none */
+    uint64_t seed;
+    struct token_bias *bias; /* [n_bias], owned by the request */
+    int32_t n_bias;
+    int32_t stop_ids[8]; /* the first of them that is chosen is the last token */
+    int32_t n_stop;
+};
+
+enum finish { FINISH_LENGTH, FINISH_STOP };
+
 struct request {
     atomic_int refs;
     atomic_bool cancelled; /* set by any thread, read by the engine at step boundaries */
 
     /* ---- the question; constant once queued ---- */
     char id[REQUEST_ID_MAX + 1];
-    int32_t *ids; /* [n_ids], owned */
-    int32_t n_ids;
+    int32_t *ids;  /* [n_ids], owned; behind the prompt what was generated */
+    int32_t n_ids; /* grows with each token generated: the engine's */
+    int32_t n_prompt;
+    struct sampling *sampling; /* NULL: nothing is generated; owned, with its bias */
     enum logprobs_mode logprobs;
     int32_t n_top;      /* candidates wanted, 0..TOP_MAX */
     int64_t arrival_us; /* monotonic */
@@ -55,6 +81,10 @@ struct request {
      * and all pool memory was returned; must not block. */
     void (*done)(struct request *r, void *arg);
     void *done_arg;
+
+    /* Called by the engine thread after each token generated, the last one too, before done();
+     * may be NULL; must not block. Others read ids, new_logprobs and new_top below n_new. */
+    void (*on_token)(struct request *r, void *arg);
 
     /* ---- the engine's, while it holds the request ---- */
     struct sched_item item;      /* arrival, deadline, priority, lengths */
@@ -73,6 +103,10 @@ struct request {
                                 with LOGPROBS_ALL */
     struct top_entry *prompt_top; /* [n_ids * n_top], same rows; with LOGPROBS_ALL, n_top > 0 */
     struct top_entry next_top[20]; /* sorted; [0] is the next token; unless LOGPROBS_NONE */
+    atomic_int n_new;              /* tokens generated; entries below it stand */
+    float *new_logprobs;           /* [max_new] of the model, before sampling changes it */
+    struct top_entry *new_top;     /* [max_new * n_top]; with n_top > 0 */
+    enum finish finish;            /* with sampling */
     int32_t n_cached;
     struct request_piece *pieces; /* [n_pieces], owned */
     int32_t n_pieces, pieces_cap;
@@ -86,6 +120,10 @@ struct request {
  * candidates of row 0 and of next_top -1. Returns NULL when memory is short. */
 struct request *request_new(int32_t *ids, int32_t n_ids, enum logprobs_mode mode, int32_t n_top,
                             int32_t page_tokens);
+/* Makes r generate behind its prompt: room for the tokens, their logprobs and their pages. s is
+ * copied; s->bias (malloc) is taken, also on failure. Before r is queued. Returns 0, or ERR_NOMEM:
+ * r must not be queued then. */
+int request_generate(struct request *r, const struct sampling *s, int32_t page_tokens);
 /* Any thread that has a reference. */
 void request_ref(struct request *r);
 /* Gives one up; the last frees r and all it owns. NULL is legal. Any thread. */

@@ -1,7 +1,7 @@
-/* Three heaps, four children a node, over one table of entries: the waiting and the running by rank, and those
- * with a deadline by deadline. Heap nodes carry their keys, and places in the heaps are kept in
- * arrays of their own: items lie in requests, some kilobytes apart, and touching one for each
- * level of a heap would cost a cache miss each. */
+/* Heaps, four children a node, over one table of entries: the waiting, the running and the
+ * generating by rank, and those with a deadline by deadline. Heap nodes carry their keys, and
+ * places in the heaps are kept in arrays of their own: items lie in requests, some kilobytes
+ * apart, and touching one for each level of a heap would cost a cache miss each. */
 #include "sched.h"
 
 #include <assert.h>
@@ -37,7 +37,7 @@ struct sched {
     struct sched_config c;
     double rate;         /* in use, tokens a microsecond; 0 before the first plan */
     double us_per_token; /* 1 / rate; 0 before the first plan */
-    struct heap waiting, running, deadlines;
+    struct heap waiting, running, decoding, deadlines;
     struct entry *entries; /* [cap] */
     int32_t *free_entries; /* [cap] stack */
     int32_t n_free, cap;
@@ -154,8 +154,8 @@ static void heap_fini(struct heap *h)
 /* When it fails, what has grown already stays larger; cap says what is used. */
 static int grow(struct sched *s, int32_t new_cap)
 {
-    struct heap *heaps[] = {&s->waiting, &s->running, &s->deadlines};
-    for (int i = 0; i < 3; i++)
+    struct heap *heaps[] = {&s->waiting, &s->running, &s->decoding, &s->deadlines};
+    for (int i = 0; i < 4; i++)
         if (heap_grow(heaps[i], s->cap, new_cap))
             return ERR_NOMEM;
     struct entry *entries = realloc(s->entries, (size_t)new_cap * sizeof(*entries));
@@ -194,6 +194,7 @@ static void drop(struct sched *s, int32_t i_entry)
     struct entry *e = &s->entries[i_entry];
     heap_remove(&s->waiting, i_entry);
     heap_remove(&s->running, i_entry);
+    heap_remove(&s->decoding, i_entry);
     heap_remove(&s->deadlines, i_entry);
     s->backlog_tokens -= e->n_left;
     e->item->i_entry = -1;
@@ -220,6 +221,7 @@ static void use_rate(struct sched *s, double rate)
     s->us_per_token = 1 / rate;
     rank_anew(s, &s->waiting);
     rank_anew(s, &s->running);
+    rank_anew(s, &s->decoding);
 }
 
 /* ---- public ---- */
@@ -234,6 +236,8 @@ int sched_open(const struct sched_config *c, struct sched **out)
     if (!s)
         return ERR_NOMEM;
     s->c = *c;
+    if (c->max_decodes <= 0 || c->max_decodes > c->max_seqs)
+        s->c.max_decodes = c->max_seqs;
     if (grow(s, c->max_waiting)) {
         sched_close(s);
         return ERR_NOMEM;
@@ -248,10 +252,27 @@ void sched_close(struct sched *s)
         return;
     heap_fini(&s->waiting);
     heap_fini(&s->running);
+    heap_fini(&s->decoding);
     heap_fini(&s->deadlines);
     free(s->entries);
     free(s->free_entries);
     free(s);
+}
+
+/* Gives item an entry and puts it into h. */
+static int enter(struct sched *s, struct sched_item *item, struct heap *h)
+{
+    if (s->n_free == 0 && (s->cap > ENTRY_MAX / 2 || grow(s, s->cap + s->cap / 2 + 1)))
+        return ERR_NOMEM;
+    int32_t i = s->free_entries[--s->n_free];
+    s->entries[i] =
+        (struct entry){item, item->arrival_us, item->n_pages, item->n_tokens - item->n_planned};
+    item->i_entry = i;
+    s->backlog_tokens += s->entries[i].n_left;
+    heap_add(h, node_of(s, i));
+    if (item->deadline_us)
+        heap_add(&s->deadlines, node_make(0, item->deadline_us, item->seq, i));
+    return 0;
 }
 
 int sched_add(struct sched *s, struct sched_item *item)
@@ -261,17 +282,14 @@ int sched_add(struct sched *s, struct sched_item *item)
     assert(item->arrival_us >= 0 && item->deadline_us >= 0);
     if (s->waiting.n >= s->c.max_waiting)
         return ERR_FULL;
-    if (s->n_free == 0 && (s->cap > ENTRY_MAX / 2 || grow(s, s->cap + s->cap / 2 + 1)))
-        return ERR_NOMEM;
-    int32_t i = s->free_entries[--s->n_free];
-    s->entries[i] =
-        (struct entry){item, item->arrival_us, item->n_pages, item->n_tokens - item->n_planned};
-    item->i_entry = i;
-    s->backlog_tokens += s->entries[i].n_left;
-    heap_add(&s->waiting, node_of(s, i));
-    if (item->deadline_us)
-        heap_add(&s->deadlines, node_make(0, item->deadline_us, item->seq, i));
-    return 0;
+    return enter(s, item, &s->waiting);
+}
+
+int sched_continue(struct sched *s, struct sched_item *item)
+{
+    assert(item->i_entry < 0 && item->n_planned == item->n_tokens);
+    item->n_tokens++;
+    return enter(s, item, &s->decoding);
 }
 
 void sched_remove(struct sched *s, struct sched_item *item)
@@ -291,15 +309,18 @@ struct sched_item *sched_pop_expired(struct sched *s, int64_t now_us)
 
 /* The heap whose first could have the next piece, or NULL. A first of the waiting that does not
  * fit hides all the waiting; room only shrinks in a plan, so it stays hidden. */
-static struct heap *next_heap(struct sched *s, int32_t n_slots, int32_t n_pages)
+static struct heap *next_heap(struct sched *s, int32_t n_slots, int32_t n_pages,
+                              int32_t n_decodes)
 {
+    struct heap *best = s->running.n > 0 ? &s->running : NULL;
+    if (s->decoding.n > 0 && n_decodes > 0 &&
+        (!best || comes_before(&s->decoding.nodes[0], &best->nodes[0])))
+        best = &s->decoding;
     bool can_admit = s->waiting.n > 0 && n_slots > 0 &&
                      s->entries[entry_of(&s->waiting.nodes[0])].n_pages <= n_pages;
-    if (s->running.n == 0)
-        return can_admit ? &s->waiting : NULL;
-    if (can_admit && comes_before(&s->waiting.nodes[0], &s->running.nodes[0]))
-        return &s->waiting;
-    return &s->running;
+    if (can_admit && (!best || comes_before(&s->waiting.nodes[0], &best->nodes[0])))
+        best = &s->waiting;
+    return best;
 }
 
 static int32_t align_down(int32_t n_tokens)
@@ -341,7 +362,8 @@ int32_t sched_plan(struct sched *s, const struct sched_room *room, struct sched_
         shared_limit = SCHED_ALIGN_TOKENS;
 
     int32_t n = 0;
-    struct heap *from = next_heap(s, n_slots, n_pages);
+    int32_t n_decodes = s->c.max_decodes;
+    struct heap *from = next_heap(s, n_slots, n_pages, n_decodes);
     while (from && n < s->c.max_seqs && left >= SCHED_ALIGN_TOKENS) {
         uint64_t priority = from->nodes[0].rank >> KEY_BITS;
         int32_t i_entry = entry_of(&from->nodes[0]);
@@ -352,7 +374,8 @@ int32_t sched_plan(struct sched *s, const struct sched_room *room, struct sched_
             n_slots--;
             n_pages -= s->entries[i_entry].n_pages;
         }
-        from = next_heap(s, n_slots, n_pages);
+        n_decodes -= from == &s->decoding;
+        from = next_heap(s, n_slots, n_pages, n_decodes);
         /* Those with a piece already rank before: the same or a better priority. Of those
          * behind, the next one has the best. */
         bool is_shared =
@@ -374,7 +397,7 @@ int32_t sched_n_waiting(const struct sched *s)
 
 int32_t sched_n_running(const struct sched *s)
 {
-    return s->running.n;
+    return s->running.n + s->decoding.n;
 }
 
 int64_t sched_backlog_tokens(const struct sched *s)

@@ -17,6 +17,10 @@
  * share when it is planned, one prompt takes at most 3/4 of max_step_tokens, rounded down to
  * 64, at least 64; what the others turn out not to need stays unused.
  *
+ * A request that generates comes back after each token with a piece of one (sched_continue). Of
+ * these at most max_decodes are in a step, so that they leave room for prompts; they rank as all
+ * do.
+ *
  * A request is admitted (gets a slot and the pages of its whole prompt) with its first piece.
  * A waiting one that does not fit the free slots and pages holds back all waiting ones that
  * rank behind it, so that what is freed gathers for it and small requests do not slip past for
@@ -42,6 +46,7 @@ struct sched_config {
     int32_t max_step_tokens; /* >= 64 */
     int32_t max_seqs;        /* pieces of a step; >= 1 */
     int32_t max_waiting;     /* capacity of the waiting set; 1 to 2^22 - 1 */
+    int32_t max_decodes;     /* pieces of a step that are generated tokens; 0: max_seqs */
 };
 
 /* One request as the scheduler sees it. Embedded in struct request. */
@@ -84,6 +89,9 @@ void sched_close(struct sched *s);
 /* A new request waits; borrows item until it leaves. Returns 0, ERR_FULL or ERR_NOMEM.
  * O(log waiting). The only call that may allocate, when more wait and run than ever before. */
 int sched_add(struct sched *s, struct sched_item *item);
+/* One whose last piece was planned runs on with one token more (item->n_tokens is raised by it);
+ * it holds its slot and pages. Returns 0 or ERR_NOMEM. O(log running). */
+int sched_continue(struct sched *s, struct sched_item *item);
 /* Takes it out, waiting or running (cancelled, expired, failed). No-op when it is in neither,
  * as after its last piece. Its tokens in steps already planned are the engine's business.
  * O(log waiting). */

@@ -66,6 +66,17 @@ static void step_add_row(struct step *s, int32_t i, int32_t target, int32_t n_to
     s->row_top[r] = n_top;
 }
 
+/* The next token is the best candidate, also when none were asked for; where a stop token may not
+ * be chosen yet, it is the best that is none. */
+static int32_t n_candidates(const struct request *r)
+{
+    int32_t n = r->n_top > 0 ? r->n_top : 1;
+    if (r->sampling && atomic_load(&r->n_new) < r->sampling->min_new &&
+        n <= r->sampling->n_stop)
+        n = r->sampling->n_stop + 1;
+    return n;
+}
+
 void step_add(struct step *s, struct request *r, int32_t start, int32_t n_tokens, bool is_last)
 {
     int32_t t0 = s->host.n_tokens;
@@ -89,9 +100,8 @@ void step_add(struct step *s, struct request *r, int32_t start, int32_t n_tokens
         for (int32_t t = start; t < end && t + 1 < r->n_ids; t++)
             step_add_row(s, t0 + t - start, r->ids[t + 1], r->n_top);
     }
-    /* The next token is the best candidate, also when none were asked for. */
-    if (is_last && r->logprobs != LOGPROBS_NONE)
-        step_add_row(s, t0 + n_tokens - 1, -1, r->n_top > 0 ? r->n_top : 1);
+    if (is_last && (r->logprobs != LOGPROBS_NONE || r->sampling))
+        step_add_row(s, t0 + n_tokens - 1, -1, n_candidates(r));
     p->n_rows = s->host.n_rows - p->row0;
     s->host.n_tokens += n_tokens;
     s->host.n_chunks += (n_tokens + CHUNK_TOKENS - 1) / CHUNK_TOKENS;
@@ -130,7 +140,7 @@ int32_t step_publish(const struct step *s, int32_t i_piece)
         const struct row_result *row = &s->results[p->row0 + i];
         n_bad += row->n_bad > 0;
         if (s->targets[p->row0 + i] < 0) {
-            step_copy_top(r->next_top, row, r->n_top > 0 ? r->n_top : 1);
+            step_copy_top(r->next_top, row, s->row_top[p->row0 + i]);
             continue;
         }
         /* The row of token t gives the logprob of token t + 1. */

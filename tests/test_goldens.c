@@ -262,6 +262,55 @@ static void run_greedy(const char *name)
     fixture_close(&g.f);
 }
 
+/* The same tokens by generating them, all cases side by side, up to the first whose margin is
+ * within 1e-3. */
+static void run_generated(const char *name)
+{
+    static struct golden g;
+    open_golden(&g, name);
+    struct engine_config c = {.max_waiting = 2 * CASES};
+    cr_assert_eq(fixture_open_engine(&g.f, &c), 0);
+    struct request *r[CASES] = {NULL};
+    int n_done = 0, n_asked = 0, n_tokens = 0;
+    for (int i = 0; i < CASES; i++) {
+        int64_t n, n_ids;
+        const int32_t *ids = (const int32_t *)answer(&g, i, "ids", &n_ids);
+        if (!answer(&g, i, "greedy", &n))
+            continue;
+        r[i] = fixture_request(&g.f, ids, (int32_t)n_ids, LOGPROBS_NONE, 2, &n_done);
+        struct sampling s = {.max_new = (int32_t)n};
+        cr_assert_eq(request_generate(r[i], &s, g.f.sizes.o.page_tokens), 0);
+        cr_assert_eq(queue_push(g.f.queue, r[i]), 0);
+        n_asked++;
+    }
+    while (n_done < n_asked)
+        engine_turn(g.f.engine);
+    for (int i = 0; i < CASES; i++) {
+        int64_t n;
+        if (!r[i])
+            continue;
+        const int32_t *greedy = (const int32_t *)answer(&g, i, "greedy", &n);
+        const float *margin = answer(&g, i, "greedy_margin", &n);
+        cr_assert(r[i]->outcome == OUTCOME_OK && r[i]->n_new == n &&
+                      r[i]->finish == FINISH_LENGTH,
+                  "%s", r[i]->error.text);
+        for (int64_t t = 0; t < n && margin[t] > 1e-3f; t++) {
+            cr_assert_eq(r[i]->ids[r[i]->n_prompt + t], greedy[t], "case %d token %d", i,
+                         (int)t);
+            cr_expect_eq(r[i]->new_top[2 * t].id, greedy[t]);
+            cr_expect_eq(r[i]->new_logprobs[t], r[i]->new_top[2 * t].logprob);
+            n_tokens++;
+        }
+        request_unref(r[i]);
+    }
+    cr_assert_gt(n_tokens, 0);
+    struct metrics_pools p;
+    metrics_get_pools(&g.f.metrics, &p);
+    cr_expect(p.slots_held == 0 && p.pages_held == 0);
+    st_close(g.answers);
+    fixture_close(&g.f);
+}
+
 #define FOLDER(id, name)                                                                       \
     Test(goldens, id)                                                                          \
     {                                                                                          \
@@ -270,6 +319,10 @@ static void run_greedy(const char *name)
     Test(greedy, id)                                                                           \
     {                                                                                          \
         run_greedy(name);                                                                      \
+    }                                                                                          \
+    Test(generated, id)                                                                        \
+    {                                                                                          \
+        run_generated(name);                                                                   \
     }
 
 FOLDER(next_moe_r2, "next-moe-r2")

@@ -225,7 +225,7 @@ static int64_t time_beside_stream(enum sched_policy policy, double load, int32_t
 {
     enum { SHORT_TOKENS = 200, PAGE_TOKENS = 64 };
     const double rate = 0.01;
-    struct sched_config c = {policy, 1024, 64, 100000};
+    struct sched_config c = {policy, 1024, 64, 100000, 0};
     struct world w;
     world_open(&w, &c, 64, n_pages, PAGE_TOKENS);
     w.rate = rate;
@@ -291,7 +291,7 @@ Test(sched, a_full_pool_starves_no_large_prompt)
 Test(sched, refuses_odd_limits)
 {
     const struct sched_config bad[] = {
-        {SCHED_FCFS, 63, 1, 1}, {SCHED_FCFS, 64, 0, 1}, {SCHED_FCFS, 64, 1, 0}};
+        {SCHED_FCFS, 63, 1, 1, 0}, {SCHED_FCFS, 64, 0, 1, 0}, {SCHED_FCFS, 64, 1, 0, 0}};
     for (int i = 0; i < 3; i++) {
         struct sched *s = (struct sched *)&s;
         cr_assert_eq(sched_open(&bad[i], &s), ERR_INVALID);
@@ -302,7 +302,7 @@ Test(sched, refuses_odd_limits)
 
 Test(sched, plans_nothing_of_nothing)
 {
-    struct sched_config c = {SCHED_SHORT_FIRST, 64, 1, 1};
+    struct sched_config c = {SCHED_SHORT_FIRST, 64, 1, 1, 0};
     struct sched *s;
     struct sched_piece piece;
     struct sched_item item = {.n_tokens = 1, .n_pages = 1, .i_entry = -1};
@@ -337,7 +337,7 @@ Test(sched, extreme_rates_keep_keys_in_range)
         {1e-300, 1000000, 1, OLD}, /* both at the limit */
     };
     for (int i = 0; i < 5; i++) {
-        struct sched_config c = {SCHED_SHORT_FIRST, 64, 1, 4};
+        struct sched_config c = {SCHED_SHORT_FIRST, 64, 1, 4, 0};
         struct sched *s;
         struct sched_piece piece;
         struct sched_item items[2] = {
@@ -355,7 +355,7 @@ Test(sched, extreme_rates_keep_keys_in_range)
 Test(sched, holds_more_than_may_wait)
 {
     enum { JOBS = 200 };
-    struct sched_config c = {SCHED_SHORT_FIRST, 64, 1, 1};
+    struct sched_config c = {SCHED_SHORT_FIRST, 64, 1, 1, 0};
     struct world w;
     world_open(&w, &c, JOBS, 4096, 64);
     for (int i = 0; i < JOBS; i++) {
@@ -371,4 +371,57 @@ Test(sched, holds_more_than_may_wait)
         cr_assert(world_expire(&w));
     world_check_idle(&w);
     world_close(&w);
+}
+
+/* Ten requests that generate and one long prompt that came after them: at most max_decodes tokens
+ * of the ten are in a step, those whose turn it is, and the prompt goes on beside them. */
+Test(sched, generated_tokens_leave_room_for_prompts)
+{
+    enum { GENERATING = 10, DECODES = 3 };
+    struct sched_config c = {SCHED_FCFS, 256, 4, 100, DECODES};
+    struct sched *s;
+    struct sched_item items[GENERATING + 1];
+    struct sched_piece pieces[4];
+    struct sched_room room = {0, 0.1, GENERATING + 1, 1000};
+    cr_assert_eq(sched_open(&c, &s), 0);
+    for (int i = 0; i < GENERATING; i++) {
+        items[i] = (struct sched_item){
+            .arrival_us = i, .n_tokens = 10, .n_pages = 1, .seq = (uint64_t)i, .i_entry = -1};
+        cr_assert_eq(sched_add(s, &items[i]), 0);
+    }
+    for (int n = 0; n < GENERATING;)
+        n += sched_plan(s, &room, pieces);
+    cr_assert_eq(sched_n_waiting(s) + sched_n_running(s), 0);
+    for (int i = 0; i < GENERATING; i++)
+        cr_assert_eq(sched_continue(s, &items[i]), 0);
+    struct sched_item *prompt = &items[GENERATING];
+    *prompt = (struct sched_item){.arrival_us = 1000,
+                                  .n_tokens = 256 * 20,
+                                  .n_pages = 1,
+                                  .seq = GENERATING,
+                                  .i_entry = -1};
+    cr_assert_eq(sched_add(s, prompt), 0);
+    cr_expect_eq(sched_n_running(s), GENERATING);
+    int n_tokens[GENERATING] = {0};
+    for (int step = 0; step < 10; step++) {
+        int32_t n = sched_plan(s, &room, pieces);
+        cr_assert_eq(n, DECODES + 1);
+        for (int i = 0; i < n; i++) {
+            int at = (int)(pieces[i].item - items);
+            if (at == GENERATING) {
+                cr_expect_eq(pieces[i].n_tokens, 192, "three quarters, beside others");
+                continue;
+            }
+            cr_expect_eq(at, i, "the oldest first");
+            cr_expect(pieces[i].n_tokens == 1 && pieces[i].is_last && !pieces[i].is_first);
+            cr_expect_eq(pieces[i].start, 10 + n_tokens[at]);
+            n_tokens[at]++;
+            cr_assert_eq(sched_continue(s, pieces[i].item), 0);
+        }
+    }
+    sched_remove(s, &items[0]);
+    cr_expect_eq(sched_n_running(s), GENERATING);
+    cr_expect_eq(sched_plan(s, &room, pieces), DECODES + 1);
+    cr_expect(pieces[0].item == &items[1]);
+    sched_close(s);
 }

@@ -72,7 +72,7 @@ static void print_row(const char *name, double *us, int n, double per_step)
 
 static void open_bench(struct bench *b, enum sched_policy policy, int32_t min, int32_t max)
 {
-    struct sched_config c = {policy, 8192, MAX_SEQS, WAITING};
+    struct sched_config c = {policy, 8192, MAX_SEQS, WAITING, 0};
     *b = (struct bench){.rng = {SEED}, .min_tokens = min, .max_tokens = max};
     b->items = calloc(WAITING + SLOTS, sizeof(*b->items));
     b->spare = calloc(WAITING + SLOTS, sizeof(struct request *));
