@@ -128,7 +128,8 @@ check_install() {
     rm -rf "$dest"
     make install DESTDIR="$dest" prefix=/usr sysconfdir=/etc || return 1
     for file in sbin/prefilld bin/prefill share/man/man1/prefill.1 share/man/man8/prefilld.8 \
-        share/man/man5/prefilld.conf.5 share/doc/prefilld/prefilld.conf; do
+        share/man/man5/prefilld.conf.5 share/doc/prefilld/prefilld.conf \
+        share/doc/prefilld/README.md; do
         [ -s "$dest/usr/$file" ] || { echo "make install did not install $file" && return 1; }
     done
     "$dest/usr/sbin/prefilld" --version || return 1
@@ -138,9 +139,23 @@ check_install() {
     "$dest/usr/sbin/prefilld" --config "$dest/usr/share/doc/prefilld/prefilld.conf" \
         --model "$root/tests/models/demo" --listen 127.0.0.1:0 --check || return 1
     make uninstall DESTDIR="$dest" prefix=/usr sysconfdir=/etc || return 1
-    left=$(find "$dest" ! -type d)
+    left=$(find "$dest" ! -type d -o -type d -name prefilld)
     [ -z "$left" ] || { echo "make uninstall left $left" && return 1; }
     rm -rf "$dest"
+}
+
+# In the build directory: the tarball that distcheck left has every file of the repository, and
+# nothing that a build made.
+check_tarball() {
+    if tar -tzf prefilld-*.tar.gz | grep -E '\.(o|d|pyc)$|/\.deps/'; then
+        echo "is in the tarball" && return 1
+    fi
+    if ! git -C "$root" ls-files >tree.files 2>&1; then
+        echo "not a git repository, or no git: nothing to compare with" && return 0
+    fi
+    tar -tzf prefilld-*.tar.gz | sed 's,^[^/]*/,,' | sort >tarball.files
+    grep -vx '.gitignore' tree.files | sort | comm -23 - tarball.files >missing.files
+    [ ! -s missing.files ] || { echo "make dist leaves out:" && cat missing.files && return 1; }
 }
 
 # The plain build compiles the kernels, for both kinds of card, where there is nvcc.
@@ -181,7 +196,8 @@ if stage "autoreconf" . autoreconf -i; then
     if [ -x build/plain/prefilld ]; then
         stage "plain: install" build/plain check_install
         # The tarball has all that it needs: it is unpacked, built and tested elsewhere.
-        stage "plain: distcheck" build/plain timeout --foreground -k 10 $hang_s make -j"$jobs" distcheck
+        stage "plain: distcheck" build/plain timeout --foreground -k 10 $hang_s make -j"$jobs" distcheck &&
+            stage "plain: tarball" build/plain check_tarball
     fi
     note_kernels
     build_and_check asan CFLAGS='-O1 -g -Werror' --with-cuda=no --enable-sanitize=address,undefined

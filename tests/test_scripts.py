@@ -90,7 +90,7 @@ class Tree:
 
     def run(self, *command):
         """What it said; calls has the tools that ran."""
-        self.remove("calls")
+        self.write("calls", "")
         env = dict(os.environ, TREE=self.folder, LC_ALL="C",
                    PATH=os.path.join(self.folder, "bin") + ":" + os.environ["PATH"])
         done = subprocess.run(["sh", *command], cwd=self.folder, env=env, timeout=60, text=True,
