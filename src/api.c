@@ -27,6 +27,7 @@ struct route {
 static const struct route routes[] = {
     {"POST", "/v1/prefill", false, api_prefill},
     {"GET", "/v1/models", false, api_models},
+    {"GET", "/v1/trace", false, api_trace},
     {"GET", "/health", true, api_health},
     {"GET", "/ready", true, api_ready},
     {"GET", "/version", true, api_version},

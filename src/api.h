@@ -13,6 +13,7 @@
 #include "metrics.h"
 #include "queue.h"
 #include "tokenizer.h"
+#include "trace.h"
 
 enum server_phase { PHASE_LOADING, PHASE_READY, PHASE_DRAINING };
 
@@ -33,6 +34,7 @@ struct api {
 
     const struct tokenizer *tokenizer; /* NULL: ids only */
     struct queue *queue;
+    struct trace *trace;
     void (*cancel)(void *arg, struct request *r); /* engine_cancel */
     void *cancel_arg;
     const char *model_id;

@@ -41,6 +41,37 @@ void api_metrics(struct api *a, struct exchange *x)
     exchange_reply(x, 200, "text/plain; version=0.0.4; charset=utf-8", &b);
 }
 
+/* last=N of a query, or the default; negative: not a number from 1 on. */
+static int64_t trace_last(const char *query)
+{
+    enum { DEFAULT_STEPS = 32, MAX_DIGITS = 9 };
+    for (const char *p = query; p && *p; p += strcspn(p, "&"), p += *p == '&') {
+        if (strncmp(p, "last=", 5) != 0)
+            continue;
+        int64_t n = 0;
+        size_t len = strspn(p + 5, "0123456789");
+        if (len == 0 || len > MAX_DIGITS || (p[5 + len] && p[5 + len] != '&'))
+            return -1;
+        for (size_t i = 0; i < len; i++)
+            n = 10 * n + (p[5 + i] - '0');
+        return n > 0 ? n : -1;
+    }
+    return DEFAULT_STEPS;
+}
+
+void api_trace(struct api *a, struct exchange *x)
+{
+    struct buf b;
+    int64_t n = trace_last(exchange_query(x));
+    if (n < 0) {
+        api_error(a, x, 400, "last", "last: give the number of steps, 1 or more");
+        return;
+    }
+    buf_init(&b);
+    trace_render(a->trace, n, &b);
+    api_reply(x, 200, &b);
+}
+
 /* status_text is a constant; 503 gets Retry-After. */
 static void reply_status(struct exchange *x, int status, const char *status_text,
                          const char *more)

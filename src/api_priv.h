@@ -38,6 +38,7 @@ void api_ready(struct api *a, struct exchange *x);
 void api_version(struct api *a, struct exchange *x);
 void api_models(struct api *a, struct exchange *x);
 void api_metrics(struct api *a, struct exchange *x);
+void api_trace(struct api *a, struct exchange *x);
 
 /* Counts a prefill request that ended with status before it was queued, and writes its line. */
 void api_prefill_refused(struct api *a, const struct exchange *x, int status);

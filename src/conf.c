@@ -16,6 +16,7 @@
 static const char *const backend_choices[] = {"cpu", "cuda", "auto", NULL};
 static const char *const load_choices[] = {
     [CONF_LOAD_FILE] = "file", [CONF_LOAD_DUMMY] = "dummy", NULL};
+static const char *const switch_choices[] = {"no", "yes", NULL};
 static const char *const log_choices[] = {[LOG_LEVEL_ERROR] = "error",
                                           [LOG_LEVEL_WARN] = "warn",
                                           [LOG_LEVEL_INFO] = "info",
@@ -90,6 +91,8 @@ const struct option conf_options[] = {
      "seconds that accepted requests get after SIGTERM"},
     {"stall-s", "N", "30", KIND_I32, AT(stall_s), 1, DAY_S, 0, NULL,
      "seconds without a finished step, work waiting, until /health says stalled"},
+    {"trace-operations", "SWITCH", "no", KIND_CHOICE, AT(trace_operations), 0, 0, 0,
+     switch_choices, "yes adds the device's operations to /v1/trace; costs some speed"},
 };
 /* clang-format on */
 

@@ -55,6 +55,7 @@ struct conf {
     /* operation */
     int32_t drain_s;
     int32_t stall_s;
+    int32_t trace_operations; /* 0, 1 */
 };
 
 /* Defaults, then the file named by --config, then the command line. Returns 0, or ERR_INVALID,

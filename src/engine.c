@@ -31,6 +31,8 @@ struct engine {
     struct slots slots;
     struct pages pages;
     struct step steps[STEPS_IN_FLIGHT];
+    struct trace_step traces[STEPS_IN_FLIGHT]; /* of the same steps */
+    struct trace trace;
     int32_t i_oldest, n_in_flight;
     int64_t step_number;
     int64_t last_end_us;
@@ -81,6 +83,8 @@ int engine_open(const struct engine_config *c, struct model *model, struct queue
         rc = slots_init(&en->slots, sizes->o.state_slots);
     if (rc == 0)
         rc = pages_init(&en->pages, sizes->n_pages, sizes->o.page_tokens);
+    if (rc == 0)
+        rc = trace_init(&en->trace);
     for (int i = 0; i < STEPS_IN_FLIGHT && rc == 0; i++)
         rc = step_open(&en->steps[i], &lim);
     if (rc != 0) {
@@ -107,6 +111,7 @@ void engine_close(struct engine *en)
     for (int i = 0; i < STEPS_IN_FLIGHT; i++)
         step_close(&en->steps[i]);
     free(en->plan);
+    trace_fini(&en->trace);
     if (en->model)
         model_set_goes_on(en->model, NULL, NULL);
     free(en);
@@ -358,27 +363,29 @@ static bool engine_launch(struct engine *en)
                               .n_free_slots = en->slots.n_free,
                               .n_free_pages = en->pages.n_free};
     int32_t n = sched_plan(en->sched, &room, en->plan);
+    int64_t planned_us = request_now_us();
     if (n == 0)
         return false;
     struct step *s = &en->steps[(en->i_oldest + en->n_in_flight) % STEPS_IN_FLIGHT];
     step_reset(s, ++en->step_number);
-    int64_t now_us = request_now_us();
     for (int32_t i = 0; i < n; i++) {
         const struct sched_piece *p = &en->plan[i];
         struct request *r = engine_request_of(p->item);
         if (p->is_first)
             engine_admit(en, r);
         if (r->started_us == 0)
-            r->started_us = now_us;
+            r->started_us = planned_us;
         r->n_in_flight++;
         step_add(s, r, p->start, p->n_tokens, p->is_last);
     }
     step_seal(s);
     engine_publish_metrics(en);
-    s->launched_us = now_us;
+    s->launched_us = planned_us;
     en->n_in_flight++;
+    trace_start(&en->traces[s - en->steps], s->number, &s->host, room.now_us, planned_us);
     if (model_launch(en->model, &s->host, s->results) != 0)
         engine_lose_device(en);
+    en->traces[s - en->steps].launched_us = request_now_us();
     return true;
 }
 
@@ -476,6 +483,20 @@ static void engine_end_abandoned(struct engine *en, struct request *r)
     engine_end_request(en, r, o, why[o]);
 }
 
+static void engine_trace_step(struct engine *en, struct trace_step *t)
+{
+    struct step_times times;
+    if (model_times(en->model, &times)) {
+        trace_set_times(t, &times);
+        if (times.gap_us >= 0) {
+            atomic_fetch_add(&en->metrics->gaps, 1);
+            atomic_fetch_add(&en->metrics->gap_ns, (long long)(times.gap_us * 1e3f));
+        }
+    }
+    t->published_us = request_now_us();
+    trace_add(&en->trace, t);
+}
+
 /* Publishes the oldest step when it has ended. */
 static bool engine_collect(struct engine *en, bool wait)
 {
@@ -487,6 +508,7 @@ static bool engine_collect(struct engine *en, bool wait)
     if (rc == 0)
         return false;
     struct step *s = &en->steps[en->i_oldest];
+    en->traces[en->i_oldest].done_us = request_now_us();
     en->i_oldest = (en->i_oldest + 1) % STEPS_IN_FLIGHT;
     en->n_in_flight--;
     if (!s->is_abandoned)
@@ -497,6 +519,7 @@ static bool engine_collect(struct engine *en, bool wait)
         else
             engine_publish_piece(en, s, i);
     }
+    engine_trace_step(en, &en->traces[s - en->steps]);
     engine_publish_metrics(en);
     return true;
 }
@@ -588,6 +611,11 @@ void engine_cancel(struct engine *en, struct request *r)
     atomic_store(&r->cancelled, true);
     atomic_fetch_add(&en->n_cancels, 1);
     queue_wake(en->queue);
+}
+
+struct trace *engine_trace(struct engine *en)
+{
+    return &en->trace;
 }
 
 bool engine_drain(struct engine *en, int64_t deadline_us)

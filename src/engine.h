@@ -13,6 +13,7 @@
 #include "metrics.h"
 #include "model.h"
 #include "queue.h"
+#include "trace.h"
 
 struct engine_config {
     enum sched_policy policy;
@@ -44,6 +45,9 @@ bool engine_turn(struct engine *en);
 
 /* Marks r cancelled and wakes the engine. Any thread that holds a reference. */
 void engine_cancel(struct engine *en, struct request *r);
+
+/* The latest steps' trace; lives as long as the engine. */
+struct trace *engine_trace(struct engine *en);
 
 /* Drain: the queue was stopped by the caller; returns when nothing is left or deadline_us
  * (monotonic) has passed; false: requests are left. Any thread. */

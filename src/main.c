@@ -276,7 +276,11 @@ static int server_open_model(struct server *s, struct errmsg *e)
     if (rc != 0)
         return errmsg_set(e, rc, "no memory for a queue of %d", s->conf.queue_length);
     s->api.queue = s->queue;
+    if (s->conf.trace_operations && s->backend.ops->trace)
+        s->backend.ops->trace(&s->backend, true);
     rc = engine_open(&c, s->model, s->queue, &s->metrics, &s->engine, e);
+    if (rc == 0)
+        s->api.trace = engine_trace(s->engine);
     if (rc == 0)
         rc = engine_self_test(s->engine, s->arch.vocab, e);
     if (rc == 0)

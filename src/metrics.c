@@ -37,6 +37,8 @@ void metrics_zero_steps(struct metrics *m)
     atomic_store(&m->steps, 0);
     atomic_store(&m->step_tokens, 0);
     atomic_store(&m->step_us, 0);
+    atomic_store(&m->gaps, 0);
+    atomic_store(&m->gap_ns, 0);
     atomic_store(&m->prompt_tokens, 0);
     atomic_store(&m->new_tokens, 0);
 }
@@ -104,6 +106,11 @@ void metrics_render(struct metrics *m, struct buf *out)
     head(out, "prefilld_step_seconds_total", "counter", "Time those steps took.");
     buf_printf(out, "prefilld_step_seconds_total %.6f\n",
                (double)atomic_load(&m->step_us) / 1e6);
+    single(out, "prefilld_gaps_total", "counter",
+           "Steps launched while the one before ran, on a device that measures the gap.",
+           atomic_load(&m->gaps));
+    head(out, "prefilld_gap_seconds_total", "counter", "Time the device idled before those.");
+    buf_printf(out, "prefilld_gap_seconds_total %.9f\n", (double)atomic_load(&m->gap_ns) / 1e9);
     single(out, "prefilld_prompt_tokens_total", "counter",
            "Prompt tokens of requests that were computed to their end.",
            atomic_load(&m->prompt_tokens));

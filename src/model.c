@@ -296,6 +296,14 @@ int model_done(struct model *m, bool wait)
     return m->b->ops->step_done(m->b, wait);
 }
 
+bool model_times(struct model *m, struct step_times *out)
+{
+    if (!m->b->ops->step_times)
+        return false;
+    m->b->ops->step_times(m->b, out);
+    return true;
+}
+
 const char *model_why_lost(const struct model *m)
 {
     return m->b->lost ? m->b->lost : "unknown";

@@ -51,6 +51,9 @@ int model_launch(struct model *m, const struct batch_host *h, struct row_result 
 /* 1: the oldest step ended; 0: not yet (only when !wait); ERR_DEVICE. */
 int model_done(struct model *m, bool wait);
 
+/* Times of the step that model_done gave last; false: the backend keeps none. */
+bool model_times(struct model *m, struct step_times *out);
+
 /* Why the device was lost, in words. */
 const char *model_why_lost(const struct model *m);
 

@@ -261,6 +261,26 @@ def test_deadlines():
         check(a.status == 200, "a deadline that is kept")
 
 
+def test_trace():
+    with Daemon("--max-step-tokens", 64) as d:
+        d.prefill(prompt=[7] * 300, logprobs="none")
+        # A step is recorded when it was published, so after its answers.
+        until(lambda: b'"step": 5}' in d.ask("GET", "/v1/trace").body)
+        events = d.ask("GET", "/v1/trace").json()["traceEvents"]
+        spans = [e for e in events if e["ph"] == "X"]
+        check(all({"ph", "pid", "ts"} <= set(e) and ("dur" in e) == (e["ph"] == "X")
+                  for e in events), "/v1/trace: events have what Perfetto needs", events[:3])
+        steps = sorted({e["args"]["step"] for e in spans})
+        check(len(steps) == 5 and {e["name"] for e in spans} >= {"plan", "pack", "launch", "publish"},
+              "/v1/trace: five steps with their phases", steps)
+        last = d.ask("GET", "/v1/trace?last=2").json()["traceEvents"]
+        check(sorted({e["args"]["step"] for e in last if e["ph"] == "X"}) == steps[-2:],
+              "/v1/trace?last=2: the last two")
+        for query in ("last=0", "last=", "last=-1", "last=1x", "last=99999999999"):
+            a = d.ask("GET", "/v1/trace?" + query)
+            check(a.status == 400 and a.error()["param"] == "last", f"/v1/trace?{query}: 400", a)
+
+
 def main():
     with Daemon() as d:
         sums = d.pool_sums()
@@ -280,6 +300,7 @@ def main():
         check(not any("beginning" in s for s in d.log), "which has nothing of the prompt")
         check(d.stop() == 0, "SIGTERM: exit 0", d.log_text())
     test_deadlines()
+    test_trace()
     test_limit()
     done()
 

@@ -112,10 +112,11 @@ Test(conf, every_option_reaches_its_member)
 
     cr_assert(parse("--model m --max-body-bytes 11 --max-connections 12 --header-timeout-s 13 "
                     "--body-timeout-s 14 --idle-timeout-s 15 --drain-s 0 --stall-s 17 "
+                    "--trace-operations yes "
                     "--check") == 0);
     cr_assert(c.max_body_bytes == 11 && c.max_connections == 12 && c.header_timeout_s == 13);
     cr_assert(c.body_timeout_s == 14 && c.idle_timeout_s == 15 && c.drain_s == 0);
-    cr_assert(c.stall_s == 17 && c.action == CONF_CHECK);
+    cr_assert(c.stall_s == 17 && c.trace_operations == 1 && c.action == CONF_CHECK);
 }
 
 Test(conf, shares_are_decimals)
@@ -372,5 +373,5 @@ Test(conf, help_shows_every_row_within_the_width)
         n_options += strncmp(line, "  --", 4) == 0;
     }
     fclose(f);
-    cr_assert(n_options == 31, "%d options: count anew, and extend the tests above", n_options);
+    cr_assert(n_options == 32, "%d options: count anew, and extend the tests above", n_options);
 }
