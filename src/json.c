@@ -25,9 +25,10 @@ int json_fail(struct json_error *e, int code, const char *field, const char *fmt
 struct cursor {
     const char *p, *end;
     int64_t depth;
-    int64_t n_values;         /* about: what starts a list, an object or another value */
-    const char *key_at;       /* the key's opening quote */
-    char key[JSON_FIELD_MAX]; /* decoded; "" when it is longer or not ASCII */
+    int64_t n_values;          /* about: what starts a list, an object or another value */
+    char full[JSON_FIELD_MAX]; /* the key under which they got too many */
+    const char *key_at;        /* the key's opening quote */
+    char key[JSON_FIELD_MAX];  /* decoded; "" when it is longer or not ASCII */
 };
 
 static const char *skip_blanks(const char *p, const char *end)
@@ -96,6 +97,8 @@ static bool cursor_next(struct cursor *c)
     while (c->p < c->end) {
         char ch = *c->p++;
         c->n_values += ch == ',' || ch == '{' || ch == '[';
+        if (c->n_values == JSON_MAX_VALUES + 1)
+            memcpy(c->full, c->key, sizeof(c->full));
         if (ch == '{' || ch == '[') {
             c->depth++;
         } else if (ch == '}' || ch == ']') {
@@ -349,9 +352,10 @@ int json_parse(const char *text, size_t len, const struct json_rules *rules,
     }
     json_error_t je = {.line = 0};
     if (rc == 0 && c.n_values > JSON_MAX_VALUES)
-        rc =
-            json_fail(e, ERR_INVALID, NULL,
-                      "the body has more than %d values beside a list of ids", JSON_MAX_VALUES);
+        rc = json_fail(e, ERR_INVALID, is_known(rules, c.full) ? c.full : NULL,
+                       "%s%sthe body has more than %d values beside a list of ids",
+                       is_known(rules, c.full) ? c.full : "",
+                       is_known(rules, c.full) ? ": " : "", JSON_MAX_VALUES);
     if (rc == 0) {
         out->root = load(text, len, &cut, &je);
         if (!out->root)
