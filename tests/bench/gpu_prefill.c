@@ -1,6 +1,6 @@
 /* Prefill speed of whole models through the engine, and where the time goes.
  *
- * gpu_prefill MODEL_DIR LAYERS REPEATS [table|readback] NxLEN...   (8x1024: 8 prompts of 1024)
+ * gpu_prefill MODEL_DIR LAYERS REPEATS [table|readback|all] NxLEN...   (8x1024: 8 of 1024)
  *
  * Dummy weights; LAYERS 0 takes the model's own number. Each shape prints a line: wall time from
  * the first push to the last end (median), the device's time of its steps, the host's time of a
@@ -8,7 +8,7 @@
  * follows: milliseconds, bytes, FLOP and the share of the roofline by operation, from the shapes
  * alone. With `readback` the shape runs twice, as it is and with the chunk counts copied back to
  * the host in each step, as code that asks a device tensor for its list does: what that costs in
- * host time and idle device. TEST_BACKEND picks the backend (cuda).
+ * host time and idle device. `all` asks for every token's logprob. TEST_BACKEND picks the backend (cuda).
  *
  * Ceilings: ../shared/peers.md, copy 4.28 TB/s, bf16 777 TFLOP/s, one H200. */
 #include <math.h>
@@ -42,6 +42,7 @@ static struct seen seen;
 static const struct backend_ops *real_ops;
 static struct backend_ops hooked;
 static int64_t begun_ns;
+static enum logprobs_mode mode = LOGPROBS_NEXT;
 
 static int64_t now_ns(void)
 {
@@ -148,7 +149,7 @@ static double run_once(struct fixture *f, int32_t n, int32_t len, int32_t repeat
         for (int64_t t = 0; t < len; t++)
             ids[t] = (int32_t)((7919 * (t + 1) + 104729 * (p + 1) + 1299709 * (int64_t)repeat) %
                                f->arch.vocab);
-        r[p] = fixture_request(f, ids, len, LOGPROBS_NEXT, 1, &n_done);
+        r[p] = fixture_request(f, ids, len, mode, 1, &n_done);
     }
     int64_t from_ns = now_ns();
     for (int32_t p = 0; p < n; p++)
@@ -340,6 +341,10 @@ int main(int argc, char **argv)
             is_table = true;
             continue;
         }
+        if (strcmp(argv[i], "all") == 0) {
+            mode = LOGPROBS_ALL;
+            continue;
+        }
         if (strcmp(argv[i], "readback") == 0) {
             is_readback = true;
             continue;
@@ -355,6 +360,7 @@ int main(int argc, char **argv)
             hooked.chunk_map = real_ops->chunk_map;
         }
         is_table = is_readback = false;
+        mode = LOGPROBS_NEXT;
     }
     f.backend.ops = real_ops;
     fixture_close(&f);

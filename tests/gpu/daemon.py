@@ -3,6 +3,7 @@
 to an idle daemon, the pools are full again, nothing fails. TAP. Arguments: [CLIENTS [REQUESTS]].
 E2E_BACKEND names the backend (cuda)."""
 
+import json
 import os
 import random
 import sys
@@ -92,6 +93,19 @@ def main():
         m = d.metrics()
         check(m['prefilld_requests_total{outcome="error"}'] == 0, "nothing failed", m)
         check(d.ask("GET", "/health").status == 200, "healthy")
+        text = d.ask("GET", "/v1/trace?last=256").body
+        events = json.loads(text)["traceEvents"]
+        steps = [e for e in events if e["name"] == "step"]
+        gaps = sorted(e["args"]["gap_us"] for e in steps if "gap_us" in e["args"])
+        if backend != "cpu":
+            check(steps and gaps and all(e["dur"] > 0 for e in steps),
+                  f"/v1/trace has {len(steps)} steps on the device, {len(gaps)} behind another")
+            check(m["prefilld_gaps_total"] >= len(gaps), "gaps are counted", m)
+            print(f"# gaps under this load: p50 {gaps[len(gaps) // 2]:.1f} us, "
+                  f"p99 {gaps[(len(gaps) - 1) * 99 // 100]:.1f} us")
+        if "TRACE_OUT" in os.environ:
+            with open(os.environ["TRACE_OUT"], "wb") as f:
+                f.write(text)
         check(d.stop() == 0, "exit 0", d.log_text())
         check(not any("event=leak" in s for s in d.log), "the engine saw no leak", d.log_text())
     done()

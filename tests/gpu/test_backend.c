@@ -104,7 +104,9 @@ static void test_rows(void)
 
 static void test_matmul_shape(int32_t rows, int32_t cols, int32_t ldc)
 {
-    static const int32_t counts[] = {1, 2, 7, 16, 17, 63, 64, 65, 130, 450, 1000, 3000};
+    static const int32_t counts[] = {1,   2,   3,   5,   7,   15,   16,   17,
+                                     31,  32,  33,  63,  64,  65,   127,  129,
+                                     130, 256, 257, 450, 513, 1000, 2049, 3000};
     enum { N_COUNTS = sizeof(counts) / sizeof(counts[0]), MOST = 3000 };
     char what[80];
     struct pair_weight w = weight_normal(1, rows, cols, 1 / sqrtf((float)cols));
