@@ -278,6 +278,10 @@ __global__ static void __launch_bounds__(REDUCE_THREADS)
     const float *row = a.logits + (int64_t)blockIdx.x * a.ld;
     struct k_row_result *out = &a.out[blockIdx.x];
     int n = min(a.row_top[blockIdx.x], (int)K_TOP_MAX), target = a.targets[blockIdx.x];
+    if (threadIdx.x == 0) {
+        out->sampled_id = -1;
+        out->sampled_logprob = 0;
+    }
     if (threadIdx.x < K_TOP_MAX) {
         out->top_id[threadIdx.x] = -1;
         out->top_logprob[threadIdx.x] = 0;

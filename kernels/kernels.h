@@ -284,6 +284,8 @@ struct k_row_result {
     int32_t top_id[K_TOP_MAX];
     float top_logprob[K_TOP_MAX];
     int32_t n_bad;
+    int32_t sampled_id; /* -1: this body samples nothing */
+    float sampled_logprob;
 };
 
 /* h[r] = rmsnorm(x[rows[r]]) * w. */

@@ -75,6 +75,27 @@ struct chunk_map {
     int32_t *seq_first; /* [N + 1] first flat chunk of each sequence; last entry NC */
 };
 
+/* A change to a token's logit before one is sampled: x > 0 becomes x / scale, x <= 0 x * scale;
+ * then add is added, -INFINITY to exclude it. */
+struct row_adjust {
+    int32_t id;
+    float scale, add;
+};
+
+/* One token to sample from a row's logits: adjusted, times inv_temperature, cut to the top_k
+ * largest, of those to what is at least min_p times the largest probability, of those to the
+ * largest that sum to top_p; then the first, in order of ids, at which the sum of probabilities
+ * passes u of the whole. Equal ones are cut together. */
+struct row_sample {
+    int32_t row;           /* index into rows; rising from one sample to the next */
+    float inv_temperature; /* INFINITY: the largest adjusted logit, ties to the lower id */
+    int32_t top_k;         /* 0: all */
+    float top_p, min_p;    /* 1 and 0: all */
+    float u;               /* [0, 1) */
+    int32_t n_adjust;
+    const struct row_adjust *adjust; /* [n_adjust] host memory, distinct ids */
+};
+
 /* Counts are host values; pointers are backend memory, valid until the step's end. */
 struct batch {
     int32_t n_tokens;          /* T */
@@ -93,6 +114,8 @@ struct batch {
     const int32_t *rows;       /* [R] token index in the batch whose logits are wanted */
     const int32_t *targets;    /* [R] token whose logprob is wanted, or -1 */
     const int32_t *row_top;    /* [R] candidates wanted, 0..TOP_MAX */
+    int32_t n_samples;
+    const struct row_sample *samples; /* [n_samples] host memory */
     struct chunk_map map;
 };
 
@@ -101,6 +124,8 @@ struct batch_host {
     int32_t n_tokens, n_seqs, n_chunks, n_rows, max_pages, max_len;
     const int32_t *tokens, *positions, *cu_seqlens, *start, *slots, *page_table;
     const int32_t *rows, *targets, *row_top;
+    int32_t n_samples; /* 0 unless the backend says that it samples */
+    const struct row_sample *samples;
 };
 
 /* What the head gives for one row. Unused candidates have id -1. */
@@ -109,7 +134,9 @@ struct row_result {
     float target_logprob;    /* of targets[r]; 0 when that is -1 */
     int32_t top_id[TOP_MAX]; /* by logprob, ties by lower id; at least 1 when row_top >= 1 */
     float top_logprob[TOP_MAX];
-    int32_t n_bad; /* logits that are NaN or infinite: the row is not to be trusted */
+    int32_t n_bad;         /* logits that are NaN or infinite: the row is not to be trusted */
+    int32_t sampled_id;    /* with a sample, else -1 */
+    float sampled_logprob; /* of the logits before adjusting */
 };
 
 /* ---- pools -------------------------------------------------------------------------------- */
@@ -311,6 +338,7 @@ struct step_times {
 
 struct backend_ops {
     const char *name; /* "cpu", "cuda" */
+    bool samples;     /* batch.samples are honoured */
 
     /* Opens the device: threads (0: all) for the CPU, device index for CUDA. Fills *b. */
     int (*open)(struct backend *b, int32_t device_or_threads, struct errmsg *e);

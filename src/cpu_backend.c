@@ -292,6 +292,8 @@ static int cpu_step_begin(struct backend *b, const struct batch_host *h, struct 
         .rows = h->rows,
         .targets = h->targets,
         .row_top = h->row_top,
+        .n_samples = h->n_samples,
+        .samples = h->samples,
         .map = {s->map, s->map + NC, s->map + 2 * (size_t)NC, s->map + 3 * (size_t)NC},
     };
     b->ops->chunk_map(b, out);
@@ -342,6 +344,7 @@ static int cpu_step_done(struct backend *b, bool wait)
 
 const struct backend_ops backend_cpu_ops = {
     .name = "cpu",
+    .samples = true,
     .open = cpu_open,
     .close = cpu_close,
     .memory = cpu_memory,

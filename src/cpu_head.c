@@ -12,6 +12,7 @@ struct head_run {
     const struct op_head *a;
     float *h;      /* [HEAD_ROWS, M] */
     float *logits; /* [HEAD_ROWS, vocab] */
+    float *work;   /* [threads, vocab] */
     int32_t row0, n_rows;
 };
 
@@ -22,8 +23,8 @@ static size_t h_bytes(int32_t M)
 
 size_t cpu_head_workspace_bytes(const struct backend_limits *l, int32_t n_threads)
 {
-    (void)n_threads;
-    return h_bytes(l->M) + (size_t)HEAD_ROWS * l->vocab * sizeof(float);
+    return h_bytes(l->M) + ((size_t)HEAD_ROWS + (size_t)n_threads) * l->vocab * sizeof(float) +
+           CPU_ALIGN;
 }
 
 /* The largest of n values (NaN aside), and how many are NaN or infinite. */
@@ -121,7 +122,22 @@ static void best_candidates(int32_t n, const float *x, double lse, int32_t n_wan
     }
 }
 
-static void judge_row(const struct op_head *a, int32_t r, const float *logits)
+/* Samples are few and in the order of rows. */
+static const struct row_sample *find_sample(const struct batch *b, int32_t r)
+{
+    int32_t low = 0, high = b->n_samples;
+    while (low < high) {
+        int32_t middle = low + (high - low) / 2;
+        if (b->samples[middle].row < r)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low < b->n_samples && b->samples[low].row == r ? &b->samples[low] : NULL;
+}
+
+/* work: [vocab]. */
+static void judge_row(const struct op_head *a, int32_t r, const float *logits, float *work)
 {
     int32_t vocab = a->w->rows;
     struct row_result *out = &a->out[r];
@@ -136,6 +152,13 @@ static void judge_row(const struct op_head *a, int32_t r, const float *logits)
     out->lse = (float)lse;
     out->target_logprob = target < 0 ? 0 : (float)(logits[target] - lse);
     best_candidates(vocab, logits, lse, n_wanted < TOP_MAX ? n_wanted : TOP_MAX, out);
+    out->sampled_id = -1;
+    out->sampled_logprob = 0;
+    const struct row_sample *s = find_sample(a->b, r);
+    if (!s)
+        return;
+    out->sampled_id = cpu_sample_row(vocab, logits, s, work);
+    out->sampled_logprob = (float)(logits[out->sampled_id] - lse);
 }
 
 static void norm_item(void *arg, int64_t item, int32_t thread)
@@ -149,9 +172,10 @@ static void norm_item(void *arg, int64_t item, int32_t thread)
 
 static void judge_item(void *arg, int64_t item, int32_t thread)
 {
-    (void)thread;
     const struct head_run *r = arg;
-    judge_row(r->a, r->row0 + (int32_t)item, r->logits + (size_t)item * r->a->w->rows);
+    size_t vocab = (size_t)r->a->w->rows;
+    judge_row(r->a, r->row0 + (int32_t)item, r->logits + (size_t)item * vocab,
+              r->work + (size_t)thread * vocab);
 }
 
 void cpu_head(struct backend *b, const struct op_head *a)
@@ -161,7 +185,8 @@ void cpu_head(struct backend *b, const struct op_head *a)
     uintptr_t at = (uintptr_t)cpu_impl_workspace(b, &bytes);
     struct head_run r = {.a = a};
     r.h = cpu_carve(&at, h_bytes(a->M));
-    r.logits = (float *)at;
+    r.logits = cpu_carve(&at, (size_t)HEAD_ROWS * (size_t)a->w->rows * sizeof(float));
+    r.work = (float *)at;
     for (r.row0 = 0; r.row0 < a->b->n_rows; r.row0 += r.n_rows) {
         int32_t left = a->b->n_rows - r.row0;
         r.n_rows = left < HEAD_ROWS ? left : HEAD_ROWS;

@@ -83,6 +83,8 @@ static inline float *cpu_value_at(const struct attn_dims *d, const struct kv_poo
 
 /* h = x * rsqrt(mean(x^2) + eps) * w, n elements; h may be x. */
 void cpu_rmsnorm_row(int32_t n, float eps, const float *x, const float *w, float *h);
+/* A token of logits[n] as struct row_sample says (cpu_sample.c); x [n] is scratch. n >= 1. */
+int32_t cpu_sample_row(int32_t n, const float *logits, const struct row_sample *s, float *x);
 /* c = silu(gate) * up; c may be gate. */
 void cpu_swiglu_row(int32_t F, const float *gate, const float *up, float *c);
 

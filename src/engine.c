@@ -72,7 +72,8 @@ int engine_open(const struct engine_config *c, struct model *model, struct queue
                               .max_step_tokens = sizes->o.max_step_tokens,
                               .max_seqs = sizes->o.max_seqs,
                               .max_waiting = c->max_waiting};
-    struct step_limits lim = {.max_tokens = sizes->o.max_step_tokens,
+    struct step_limits lim = {.samples = model_samples(model),
+                              .max_tokens = sizes->o.max_step_tokens,
                               .max_seqs = sizes->o.max_seqs,
                               .max_rows = sizes->o.max_step_tokens,
                               .max_pages = sizes->max_pages,
@@ -405,27 +406,16 @@ static void engine_measure(struct engine *en, const struct step *s)
               s->host.n_tokens, s->n_pieces, (long long)(now_us - from_us));
 }
 
-static bool is_stop(const struct sampling *s, int32_t id)
-{
-    for (int32_t i = 0; i < s->n_stop; i++)
-        if (s->stop_ids[i] == id)
-            return true;
-    return false;
-}
-
-/* The prompt of r, or its last token, was computed: chooses the next. */
+/* The prompt of r, or its last token, was computed, and the next was chosen. */
 static void engine_generate(struct engine *en, struct request *r)
 {
     const struct sampling *s = r->sampling;
-    int32_t at = atomic_load(&r->n_new), best = 0;
-    while (at < s->min_new && best < s->n_stop && is_stop(s, r->next_top[best].id))
-        best++;
-    int32_t id = r->next_top[best].id;
+    int32_t at = atomic_load(&r->n_new), id = r->chosen.id;
     r->ids[r->n_prompt + at] = id;
-    r->new_logprobs[at] = r->next_top[best].logprob;
+    r->new_logprobs[at] = r->chosen.logprob;
     for (int32_t i = 0; i < r->n_top; i++)
         r->new_top[(size_t)at * (size_t)r->n_top + (size_t)i] = r->next_top[i];
-    bool stops = is_stop(s, id);
+    bool stops = sampler_is_stop(&r->sampler, id);
     r->finish = stops ? FINISH_STOP : FINISH_LENGTH;
     atomic_store(&r->n_new, at + 1);
     atomic_fetch_add(&en->metrics->new_tokens, 1);
@@ -437,7 +427,7 @@ static void engine_generate(struct engine *en, struct request *r)
     }
     r->n_ids++;
     en->admitted_left++;
-    if (sched_continue(en->sched, &r->item) != 0)
+    if (sampler_add(&r->sampler, id) != 0 || sched_continue(en->sched, &r->item) != 0)
         engine_end_request(en, r, OUTCOME_ERROR, "no memory");
 }
 

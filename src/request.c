@@ -88,7 +88,9 @@ int request_generate(struct request *r, const struct sampling *s, int32_t page_t
     r->pages = pages;
     r->new_logprobs = calloc(n_new, sizeof(*r->new_logprobs));
     r->new_top = r->n_top > 0 ? calloc(n_new * (size_t)r->n_top, sizeof(*r->new_top)) : NULL;
-    return r->new_logprobs && (r->new_top || r->n_top == 0) ? 0 : ERR_NOMEM;
+    if (!r->new_logprobs || (!r->new_top && r->n_top > 0))
+        return ERR_NOMEM;
+    return sampler_init(&r->sampler, r->sampling, r->ids, r->n_prompt);
 }
 
 void request_ref(struct request *r)
@@ -115,6 +117,7 @@ void request_unref(struct request *r)
     free(r->pieces);
     free(r->new_logprobs);
     free(r->new_top);
+    sampler_fini(&r->sampler);
     if (r->sampling)
         free(r->sampling->bias);
     free(r->sampling);

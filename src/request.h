@@ -12,6 +12,7 @@
 #include <stdint.h>
 
 #include "err.h"
+#include "sampler.h"
 #include "sched.h"
 
 enum { REQUEST_ID_MAX = 128 };
@@ -38,28 +39,6 @@ struct request_piece {
     int64_t step;
     int32_t start;
     int32_t n_tokens;
-};
-
-struct token_bias {
-    int32_t id;
-    float bias;
-};
-
-/* How tokens are chosen behind the prompt. All zero: greedy, and no end but max_new. */
-struct sampling {
-    int32_t max_new;   /* tokens to generate, at least 1 */
-    int32_t min_new;   /* before these no stop token is chosen */
-    float temperature; /* 0: the most probable one, ties to the lower id */
-    int32_t top_k;     /* 0: all */
-    float top_p;       /* 0 or 1: all */
-    float min_p;       /* 0: all */
-    float presence_penalty, frequency_penalty; /* 0: none */
-    float repetition_penalty;                  /* 0 or 1: none */
-    uint64_t seed;
-    struct token_bias *bias; /* [n_bias], owned by the request */
-    int32_t n_bias;
-    int32_t stop_ids[8]; /* the first of them that is chosen is the last token */
-    int32_t n_stop;
 };
 
 enum finish { FINISH_LENGTH, FINISH_STOP };
@@ -94,6 +73,8 @@ struct request {
     int32_t n_pages;             /* entries in use; 0: not admitted */
     int32_t n_in_flight;         /* pieces in steps that have not ended */
     int32_t n_computed;          /* tokens in steps that have ended */
+    struct sampler sampler;      /* with sampling */
+    struct top_entry chosen;     /* with sampling: the token the last step chose */
     bool is_ending;              /* ended while pieces are in flight; freed at their end */
 
     /* ---- the answer; valid in done() ---- */

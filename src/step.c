@@ -23,8 +23,10 @@ int step_open(struct step *s, const struct step_limits *l)
     s->rows = step_ints((size_t)l->max_rows);
     s->targets = step_ints((size_t)l->max_rows);
     s->row_top = step_ints((size_t)l->max_rows);
+    s->samples = calloc((size_t)l->max_seqs, sizeof(*s->samples));
     if (!s->pieces || !s->results || !s->tokens || !s->positions || !s->cu_seqlens ||
-        !s->start || !s->slots || !s->page_table || !s->rows || !s->targets || !s->row_top) {
+        !s->start || !s->slots || !s->page_table || !s->rows || !s->targets || !s->row_top ||
+        !s->samples) {
         step_close(s);
         return ERR_NOMEM;
     }
@@ -44,6 +46,7 @@ void step_close(struct step *s)
     free(s->rows);
     free(s->targets);
     free(s->row_top);
+    free(s->samples);
     memset(s, 0, sizeof(*s));
 }
 
@@ -100,6 +103,11 @@ void step_add(struct step *s, struct request *r, int32_t start, int32_t n_tokens
         for (int32_t t = start; t < end && t + 1 < r->n_ids; t++)
             step_add_row(s, t0 + t - start, r->ids[t + 1], r->n_top);
     }
+    if (is_last && r->sampling && s->limits.samples && !sampler_is_plain(&r->sampler)) {
+        struct row_sample *sample = &s->samples[s->host.n_samples++];
+        *sample = sampler_next(&r->sampler);
+        sample->row = s->host.n_rows;
+    }
     if (is_last && (r->logprobs != LOGPROBS_NONE || r->sampling))
         step_add_row(s, t0 + n_tokens - 1, -1, n_candidates(r));
     p->n_rows = s->host.n_rows - p->row0;
@@ -123,12 +131,25 @@ void step_seal(struct step *s)
     s->host.rows = s->rows;
     s->host.targets = s->targets;
     s->host.row_top = s->row_top;
+    s->host.samples = s->samples;
 }
 
 static void step_copy_top(struct top_entry *dst, const struct row_result *src, int32_t n)
 {
     for (int32_t i = 0; i < n; i++)
         dst[i] = (struct top_entry){.id = src->top_id[i], .logprob = src->top_logprob[i]};
+}
+
+/* What was sampled; else the best candidate that may be chosen. */
+static struct top_entry choose(const struct request *r, const struct row_result *row)
+{
+    if (row->sampled_id >= 0)
+        return (struct top_entry){row->sampled_id, row->sampled_logprob};
+    int32_t best = 0;
+    while (atomic_load(&r->n_new) < r->sampling->min_new && best < r->sampling->n_stop &&
+           sampler_is_stop(&r->sampler, row->top_id[best]))
+        best++;
+    return (struct top_entry){row->top_id[best], row->top_logprob[best]};
 }
 
 int32_t step_publish(const struct step *s, int32_t i_piece)
@@ -141,6 +162,8 @@ int32_t step_publish(const struct step *s, int32_t i_piece)
         n_bad += row->n_bad > 0;
         if (s->targets[p->row0 + i] < 0) {
             step_copy_top(r->next_top, row, s->row_top[p->row0 + i]);
+            if (r->sampling)
+                r->chosen = choose(r, row);
             continue;
         }
         /* The row of token t gives the logprob of token t + 1. */

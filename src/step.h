@@ -9,6 +9,7 @@
 #include "request.h"
 
 struct step_limits {
+    bool samples; /* the backend does */
     int32_t max_tokens, max_seqs, max_rows;
     int32_t max_pages; /* of one request: row length of the page table */
     int32_t page_tokens;
@@ -32,6 +33,7 @@ struct step {
     struct row_result *results; /* [max_rows] host */
     int32_t *tokens, *positions, *cu_seqlens, *start, *slots, *page_table;
     int32_t *rows, *targets, *row_top;
+    struct row_sample *samples; /* [max_seqs] */
     struct step_limits limits;
 };
 
