@@ -142,10 +142,17 @@ static int server_size(struct server *s, struct errmsg *e)
     if (is_cuda(s))
         o.memory_share = c->gpu_memory;
     int rc = model_size(&s->arch, s->set, &s->backend, &o, &s->sizes, e);
-    if (rc == 0)
-        metrics_set_pools(&s->metrics,
-                          &(struct metrics_pools){.slots_free = s->sizes.o.state_slots,
-                                                  .pages_free = s->sizes.n_pages});
+    if (rc != 0)
+        return rc;
+    const struct model_sizes *z = &s->sizes;
+    s->metrics.model_name = s->model_id;
+    s->metrics.page_tokens = z->o.page_tokens;
+    s->metrics.weights_bytes = (int64_t)z->weights_bytes;
+    s->metrics.scratch_bytes = (int64_t)(z->scratch_bytes + z->workspace_bytes);
+    s->metrics.slots_bytes = (int64_t)z->slots_bytes;
+    s->metrics.pages_bytes = (int64_t)z->pages_bytes;
+    metrics_set_pools(&s->metrics, &(struct metrics_pools){.slots_free = s->sizes.o.state_slots,
+                                                           .pages_free = s->sizes.n_pages});
     return rc;
 }
 

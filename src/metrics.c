@@ -2,9 +2,35 @@
 
 #include <string.h>
 
+/* Of 1, 2.5 and 5 times powers of ten, in microseconds: 0.1 ms to 250 s. */
+static const int64_t times_us[] = {100,      250,      500,      1000,      2500,
+                                   5000,     10000,    25000,    50000,     100000,
+                                   250000,   500000,   1000000,  2500000,   5000000,
+                                   10000000, 25000000, 50000000, 100000000, 250000000};
+static const int64_t gaps_ns[] = {1000,   2000,   5000,   10000,   20000,   50000,
+                                  100000, 200000, 500000, 1000000, 10000000};
+static const int64_t sizes_tokens[] = {1,    8,    64,    128,   256,   512,    1024,  2048,
+                                       4096, 8192, 16384, 32768, 65536, 131072, 262144};
+static const int64_t counts[] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024};
+
+#define BOUNDS(h, list)                                                                        \
+    do {                                                                                       \
+        (h)->bounds = (list);                                                                  \
+        (h)->n_bounds = (int32_t)(sizeof(list) / sizeof((list)[0]));                           \
+    } while (0)
+
 int metrics_init(struct metrics *m)
 {
     memset(m, 0, sizeof(*m));
+    BOUNDS(&m->queue_us, times_us);
+    BOUNDS(&m->prefill_us, times_us);
+    BOUNDS(&m->first_us, times_us);
+    BOUNDS(&m->total_us, times_us);
+    BOUNDS(&m->prompt_sizes, sizes_tokens);
+    BOUNDS(&m->steps_us, times_us);
+    BOUNDS(&m->step_sizes, sizes_tokens);
+    BOUNDS(&m->step_pieces, counts);
+    BOUNDS(&m->gaps_ns, gaps_ns);
     return pthread_mutex_init(&m->lock, NULL) == 0 ? 0 : ERR_NOMEM;
 }
 
@@ -41,6 +67,11 @@ void metrics_zero_steps(struct metrics *m)
     atomic_store(&m->gap_ns, 0);
     atomic_store(&m->prompt_tokens, 0);
     atomic_store(&m->new_tokens, 0);
+    struct histogram *all[] = {&m->queue_us,     &m->prefill_us, &m->first_us,
+                               &m->total_us,     &m->steps_us,   &m->step_sizes,
+                               &m->prompt_sizes, &m->gaps_ns,    &m->step_pieces};
+    for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++)
+        histogram_zero(all[i]);
 }
 
 const char *outcome_name(enum outcome o)
@@ -54,72 +85,4 @@ const char *outcome_name(enum outcome o)
         [OUTCOME_ERROR] = "error",
     };
     return names[o];
-}
-
-/* ---- Prometheus text ---- */
-
-static void head(struct buf *out, const char *name, const char *type, const char *help)
-{
-    buf_printf(out, "# HELP %s %s\n# TYPE %s %s\n", name, help, name, type);
-}
-
-static void single(struct buf *out, const char *name, const char *type, const char *help,
-                   int64_t value)
-{
-    head(out, name, type, help);
-    buf_printf(out, "%s %lld\n", name, (long long)value);
-}
-
-static void pool(struct buf *out, const char *name, const char *help, int32_t n_free,
-                 int32_t n_held, int32_t n_cached)
-{
-    head(out, name, "gauge", help);
-    buf_printf(out, "%s{state=\"free\"} %d\n", name, n_free);
-    buf_printf(out, "%s{state=\"held\"} %d\n", name, n_held);
-    buf_printf(out, "%s{state=\"cached\"} %d\n", name, n_cached);
-}
-
-void metrics_render(struct metrics *m, struct buf *out)
-{
-    struct metrics_pools p;
-    metrics_get_pools(m, &p);
-    single(out, "prefilld_requests_running", "gauge", "Requests that hold a state slot.",
-           p.requests_running);
-    single(out, "prefilld_requests_waiting", "gauge", "Requests that wait for admission.",
-           p.requests_waiting);
-    pool(out, "prefilld_state_slots", "Slots of recurrent state.", p.slots_free, p.slots_held,
-         p.slots_cached);
-    pool(out, "prefilld_kv_pages", "Pages of keys and values.", p.pages_free, p.pages_held,
-         p.pages_cached);
-    single(out, "prefilld_connections", "gauge", "Open client connections.",
-           atomic_load(&m->connections));
-    single(out, "prefilld_backlog_tokens", "gauge", "Prompt tokens accepted and not computed.",
-           atomic_load(&m->backlog_tokens));
-    single(out, "prefilld_rate_tokens_per_second", "gauge", "Measured over the last steps.",
-           atomic_load(&m->rate_tokens_per_s));
-    single(out, "prefilld_device_lost", "gauge", "1 when the device has failed.",
-           atomic_load(&m->device_lost));
-    single(out, "prefilld_steps_total", "counter", "Steps that have ended.",
-           atomic_load(&m->steps));
-    single(out, "prefilld_step_tokens_total", "counter", "Prompt tokens in those steps.",
-           atomic_load(&m->step_tokens));
-    head(out, "prefilld_step_seconds_total", "counter", "Time those steps took.");
-    buf_printf(out, "prefilld_step_seconds_total %.6f\n",
-               (double)atomic_load(&m->step_us) / 1e6);
-    single(out, "prefilld_gaps_total", "counter",
-           "Steps launched while the one before ran, on a device that measures the gap.",
-           atomic_load(&m->gaps));
-    head(out, "prefilld_gap_seconds_total", "counter", "Time the device idled before those.");
-    buf_printf(out, "prefilld_gap_seconds_total %.9f\n", (double)atomic_load(&m->gap_ns) / 1e9);
-    single(out, "prefilld_prompt_tokens_total", "counter",
-           "Prompt tokens of requests that were computed to their end.",
-           atomic_load(&m->prompt_tokens));
-    single(out, "prefilld_generated_tokens_total", "counter",
-           "Tokens generated behind prompts.", atomic_load(&m->new_tokens));
-    single(out, "prefilld_not_finite_rows_total", "counter",
-           "Result rows that held NaN or infinity.", atomic_load(&m->nan_rows));
-    head(out, "prefilld_requests_total", "counter", "Prefill requests by how they ended.");
-    for (int o = 0; o < OUTCOME_COUNT; o++)
-        buf_printf(out, "prefilld_requests_total{outcome=\"%s\"} %lld\n", outcome_name(o),
-                   (long long)atomic_load(&m->requests[o]));
 }

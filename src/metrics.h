@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #include "buf.h"
+#include "histogram.h"
 #include "request.h"
 
 struct metrics_pools {
@@ -31,6 +32,14 @@ struct metrics {
     atomic_llong new_tokens;    /* generated */
     atomic_llong nan_rows;
     atomic_int connections;
+    /* Of requests that were answered: until the first piece, until the first token, all; and how
+     * long their prompts were. */
+    struct histogram queue_us, prefill_us, first_us, total_us, prompt_sizes;
+    struct histogram steps_us, step_sizes, step_pieces, gaps_ns; /* of steps */
+    /* Constant once the model is sized; for the names that others read. */
+    const char *model_name;
+    int32_t page_tokens;
+    int64_t weights_bytes, scratch_bytes, slots_bytes, pages_bytes;
     /* For /health and Retry-After. */
     atomic_llong last_progress_us;  /* monotonic: a step ended or the engine was idle */
     atomic_llong backlog_tokens;    /* accepted and not yet computed */

@@ -92,6 +92,7 @@ struct request {
     struct request_piece *pieces; /* [n_pieces], owned */
     int32_t n_pieces, pieces_cap;
     int64_t started_us; /* first piece launched; 0: never */
+    int64_t prompt_us;  /* the prompt's last piece ended; 0: never */
     int64_t ended_us;
 };
 

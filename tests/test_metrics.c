@@ -61,6 +61,7 @@ Test(metrics, form)
 {
     struct metrics m;
     cr_assert_eq(metrics_init(&m), 0);
+    m.model_name = "a \"quoted\" \\ name";
     struct buf b = render(&m);
     char type_of[128] = "";
     int n_samples = 0;
@@ -69,19 +70,58 @@ Test(metrics, form)
         if (sscanf(line, "# TYPE %127s %31s", name, kind) == 2) {
             strcpy(type_of, name);
             const char *total = strstr(name, "_total");
-            cr_expect_str_eq(kind, total && total[6] == '\0' ? "counter" : "gauge", "%s", name);
+            if (strcmp(kind, "histogram") != 0)
+                cr_expect_str_eq(kind, total && total[6] == '\0' ? "counter" : "gauge", "%s",
+                                 name);
             continue;
         }
         if (strncmp(line, "# HELP ", 7) == 0)
             continue;
-        cr_assert_eq(sscanf(line, "%127[a-z_]%127s", name, rest) >= 1, 1, "%s", line);
-        cr_expect_str_eq(name, type_of, "%s has no TYPE before it", line);
+        cr_assert_eq(sscanf(line, "%127[a-z0-9_:]%127s", name, rest) >= 1, 1, "%s", line);
+        cr_expect_eq(strncmp(name, type_of, strlen(type_of)), 0, "%s has no TYPE before it",
+                     line);
+        const char *part = name + strlen(type_of);
+        cr_expect(!*part || !strcmp(part, "_bucket") || !strcmp(part, "_sum") ||
+                      !strcmp(part, "_count"),
+                  "%s", line);
         char *end;
         strtod(strrchr(line, ' ') + 1, &end);
         cr_expect_eq(*end, '\0', "%s", line);
         n_samples++;
     }
     cr_expect(n_samples > 20);
+    buf_fini(&b);
+    metrics_fini(&m);
+}
+
+/* Buckets are cumulative, hold what is at most their bound, and agree with the sum. */
+Test(metrics, histograms)
+{
+    struct metrics m;
+    cr_assert_eq(metrics_init(&m), 0);
+    m.model_name = "x";
+    histogram_add(&m.queue_us, 0);
+    histogram_add(&m.queue_us, 100);
+    histogram_add(&m.queue_us, 101);
+    histogram_add(&m.queue_us, 3000000000);
+    struct buf b = render(&m);
+    static const char *const lines[] = {
+        "# TYPE prefilld_request_queue_seconds histogram\n"
+        "prefilld_request_queue_seconds_bucket{le=\"0.0001\"} 2\n"
+        "prefilld_request_queue_seconds_bucket{le=\"0.00025\"} 3\n",
+        "prefilld_request_queue_seconds_bucket{le=\"250\"} 3\n"
+        "prefilld_request_queue_seconds_bucket{le=\"+Inf\"} 4\n"
+        "prefilld_request_queue_seconds_sum 3000.0002",
+        "prefilld_request_queue_seconds_count 4\n",
+        "vllm:request_queue_time_seconds_bucket{model_name=\"x\",engine=\"0\",le=\"0.0001\"} "
+        "2\n",
+        "vllm:request_queue_time_seconds_count{model_name=\"x\",engine=\"0\"} 4\n"};
+    for (size_t i = 0; i < sizeof(lines) / sizeof(lines[0]); i++)
+        cr_expect(strstr(b.data, lines[i]), "no line %s", lines[i]);
+    buf_fini(&b);
+    metrics_zero_steps(&m);
+    b = render(&m);
+    cr_expect(strstr(b.data, "prefilld_request_queue_seconds_count 0\n"));
     buf_fini(&b);
     metrics_fini(&m);
 }

@@ -226,7 +226,7 @@ static void run_replay(const char *name)
     FILE *f = fopen(path, "r");
     cr_assert(f, "%s cannot be opened", path);
     struct replay r = {.n_slots = 64, .n_pages = 8192, .page_tokens = 64};
-    r.w.c = (struct sched_config){SCHED_SHORT_FIRST, 8192, 256, 64};
+    r.w.c = (struct sched_config){SCHED_SHORT_FIRST, 8192, 256, 64, 0};
     for (int n = 1; fgets(line, sizeof(line), f); n++) {
         snprintf(r.where, sizeof(r.where), "%s.replay:%d", name, n);
         run_line(&r, line);
