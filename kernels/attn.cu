@@ -152,7 +152,7 @@ __global__ static void __launch_bounds__(ATTN_THREADS) attn_kernel(struct k_attn
         if (next <= t.last)
             load_block(s->K, keys + at, t.last + 1 - next);
         cp_commit();
-        bool is_edge = key0 + KV_BLOCK - 1 > t.pos + t.row0 / t.ratio;
+        bool is_edge = key0 + KV_BLOCK - 1 > t.pos + attn_token_of(&t, 0);
         rescale(O, soften(S, &row[0], 0, key0, is_edge), 0);
         rescale(O, soften(S, &row[1], 2, key0, is_edge), 2);
         uint32_t p[4][4];

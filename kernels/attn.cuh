@@ -15,6 +15,7 @@ enum { ATTN_D = 256, KV_BLOCK = 64, PANELS = ATTN_D / 64, KV_BYTES = PANELS * TI
  * takes some of them. Row r is token r / ratio. */
 struct attn_tile {
     int kv_head, ratio;
+    int by_ratio; /* ceil(2^20 / ratio) */
     int seq;
     int tok;    /* token in the batch that row 0 of the chunk belongs to */
     int pos;    /* its absolute position */
@@ -23,6 +24,13 @@ struct attn_tile {
     int last;   /* position of the tile's last row: keys up to it are read */
 };
 
+/* Token of the chunk that row r of the tile belongs to. Exact for rows below 2^20 / 64: the
+ * factor is too large by less than ratio / 2^20. */
+__device__ static inline int attn_token_of(const struct attn_tile *t, int r)
+{
+    return (t->row0 + r) * t->by_ratio >> 20;
+}
+
 /* Tile `i` of ceil(64 * ratio / rows) of the chunk; the map's last chunks come first, since
  * later positions have more keys. */
 __device__ static inline struct attn_tile attn_tile_at(const struct k_batch *b,
@@ -30,6 +38,7 @@ __device__ static inline struct attn_tile attn_tile_at(const struct k_batch *b,
 {
     struct attn_tile t;
     t.ratio = d->HQ / d->HK;
+    t.by_ratio = ((1 << 20) + t.ratio - 1) / t.ratio;
     int n_tiles = (K_CHUNK * t.ratio + rows - 1) / rows;
     int i = gridDim.x - 1 - blockIdx.x, chunk = i / (n_tiles * d->HK);
     t.kv_head = i / n_tiles % d->HK;
@@ -39,7 +48,7 @@ __device__ static inline struct attn_tile attn_tile_at(const struct k_batch *b,
     int first = b->cu_seqlens[t.seq], end = b->cu_seqlens[t.seq + 1];
     t.pos = b->start[t.seq] + t.tok - first;
     t.n_rows = min(min(end - t.tok, (int)K_CHUNK) * t.ratio - t.row0, rows);
-    t.last = t.pos + (t.row0 + t.n_rows - 1) / t.ratio;
+    t.last = t.pos + attn_token_of(&t, t.n_rows - 1);
     return t;
 }
 
@@ -51,7 +60,7 @@ static inline int64_t attn_grid(const struct k_batch *b, const struct k_attn_dim
 /* Element of dim 0 of a row (which must exist) in q, and in o when ld = HQ * D. */
 __device__ static inline int64_t attn_row_at(const struct attn_tile *t, int64_t ld, int r)
 {
-    int i = (t->row0 + r) / t->ratio, head = t->kv_head * t->ratio + (t->row0 + r) % t->ratio;
+    int i = attn_token_of(t, r), head = t->kv_head * t->ratio + t->row0 + r - i * t->ratio;
     return (t->tok + i) * ld + head * ATTN_D;
 }
 
@@ -71,7 +80,7 @@ struct attn_row {
 
 __device__ static inline struct attn_row attn_row_new(const struct attn_tile *t, int r)
 {
-    struct attn_row row = {-INFINITY, 0, min(t->pos + (t->row0 + r) / t->ratio, t->last)};
+    struct attn_row row = {-INFINITY, 0, min(t->pos + attn_token_of(t, r), t->last)};
     return row;
 }
 

@@ -9,16 +9,24 @@
  *
  * Rows of a block past the tile's last position are not copied: keys there give scores that are
  * dropped, value rows are zeroed by the loading warp. Gates come into Q's place after the last
- * scores, and outputs leave through it in whole rows.
+ * scores, and outputs leave from there. Q, gates and outputs move by tensor copies when the
+ * ratio divides 64, else row by row, as do the outputs of fewer than 64 rows.
  * Grid NC * HK * ceil(ratio / 2), block 384, shared 193 KB, registers 24 + 2 * 240.
  * Limit: tensor cores, 2 * 1024 cycles a block of keys for a tile, and as much of shared memory
- * bandwidth while scores are made (Q and K both from there). */
+ * bandwidth while scores are made (Q and K both from there). Seen: 2220 cycles a block in long
+ * sequences; what surrounds the loop takes a tile some 16,000 cycles. */
 #include "attn.cuh"
 #include "hopper.cuh"
 
 // ---- kernels
 
 enum { HOPPER_THREADS = 384, HOPPER_ROWS = 128, KV_STAGES = 2 };
+
+/* Over [T, 2 HQ, 256] (q | gate) and [T, HQ, 256] (o); boxes of 64 columns x ratio heads x
+ * 64 / ratio tokens, 64 rows of a tile. Only when the ratio divides 64. */
+struct attn_maps {
+    CUtensorMap p, o;
+};
 
 struct __align__(1024) hopper_smem
 {
@@ -27,6 +35,7 @@ struct __align__(1024) hopper_smem
     uint8_t V[KV_STAGES][KV_BYTES];
     uint64_t k_full[KV_STAGES], v_full[KV_STAGES];   /* 1 arrival and the copy's bytes */
     uint64_t k_empty[KV_STAGES], v_empty[KV_STAGES]; /* 4 for each warpgroup with rows */
+    uint64_t rows_full[2]; /* as k_full, of each warpgroup: first Q, then gates */
 };
 
 __device__ static inline void block_load(uint8_t *dst, const bf16 *src, int n, uint64_t *full)
@@ -107,60 +116,135 @@ __device__ static inline void release(uint64_t *empty)
         mbar_arrive(empty);
 }
 
-/* 64 rows of p (offset `col` elements after the row's q) to tiles; rows past n become zeros. */
-__device__ static inline void rows_load(uint8_t *dst, const struct k_attn *a,
-                                        const struct attn_tile *t, int r0, int n, int col,
-                                        int tid)
+/* Where a warpgroup's rows lie. */
+struct row_group {
+    int wg, r0, n; /* its first row in the tile, how many there are */
+    int tok, head; /* of the first row */
+    bool by_map;   /* whole boxes, else row by row */
+};
+
+/* Starts to bring q (gate: the gates) to `tiles`. Boxes may bring rows of other tokens past the
+ * n rows; row by row those become zeros. */
+__device__ static inline void rows_start(const struct k_attn *a, const struct attn_maps *m,
+                                         const struct attn_tile *t, const struct row_group *g,
+                                         struct hopper_smem *s, bool gate, int tid)
 {
-    uint32_t to = smem_addr(dst);
-#pragma unroll 8
+    uint8_t *tiles = s->Q[g->wg];
+    if (g->by_map) {
+        if (tid > 0)
+            return;
+        mbar_expect(&s->rows_full[g->wg], KV_BYTES);
+        for (int i = 0; i < PANELS; i++)
+            tma_load3(tiles + i * TILE_BYTES, &m->p, &s->rows_full[g->wg], i * 64,
+                      g->head + (gate ? a->d.HQ : 0), g->tok);
+        return;
+    }
+    uint32_t to = smem_addr(tiles);
+    const bf16 *p = (const bf16 *)a->p + (gate ? a->d.HQ * ATTN_D : 0);
+#pragma unroll
     for (int j = 0; j < 16; j++) {
         int r = j * 4 + (tid >> 5), unit = tid & 31;
-        bool live = r < n;
-        const bf16 *row =
-            (const bf16 *)a->p + attn_row_at(t, a->d.ld, r0 + (live ? r : 0)) + col;
+        bool live = r < g->n;
+        const bf16 *row = p + attn_row_at(t, a->d.ld, g->r0 + (live ? r : 0));
         cp16(to + (unit >> 3) * TILE_BYTES + tile_off(r, unit & 7), row + unit * 8, live);
+    }
+    cp_commit();
+}
+
+/* They are there, for every thread of the warpgroup and for wgmma. */
+__device__ static inline void rows_wait(const struct row_group *g, struct hopper_smem *s,
+                                        bool gate)
+{
+    if (g->by_map) {
+        mbar_wait(&s->rows_full[g->wg], gate);
+        return;
+    }
+    cp_wait<0>();
+    fence_async();
+    group_sync(1 + g->wg);
+}
+
+/* sigmoid of both halves for the price of three special functions. Below 2^-63 it stays there,
+ * so that the product of the denominators is finite. */
+__device__ static inline float2 sigmoid2(uint32_t g)
+{
+    float x = lo2(g) * -1.4426950408889634f, y = hi2(g) * -1.4426950408889634f;
+    x = 1.0f + exp2_fast(x > 63.0f ? 63.0f : x);
+    y = 1.0f + exp2_fast(y > 63.0f ? 63.0f : y);
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x * y));
+    return make_float2(r * y, r * x);
+}
+
+/* O / total * sigmoid(gate) in the place of the gates, a panel at a time so that the latency of
+ * its reads is paid once. */
+__device__ static inline void gate_outputs(const float O[32][4], float inv0, float inv1,
+                                           uint32_t tiles, int warp, int lane)
+{
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++) {
+        uint32_t g[4][4], at[4];
+#pragma unroll
+        for (int np = 0; np < 4; np++) {
+            at[np] = tiles + panel * TILE_BYTES +
+                     tile_off(warp * 16 + (lane & 15), 2 * np + (lane >> 4));
+            ldsm4(g[np], at[np]);
+        }
+#pragma unroll
+        for (int np = 0; np < 4; np++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float *o = &O[panel * 8 + 2 * np + (i >> 1)][2 * (i & 1)];
+                float inv = i & 1 ? inv1 : inv0;
+                float2 sig = sigmoid2(g[np][i]);
+                g[np][i] = pack2(o[0] * inv * sig.x, o[1] * inv * sig.y);
+            }
+            stsm4(at[np], g[np]);
+        }
     }
 }
 
-/* o = O / total * sigmoid(gate) over the gates in `tile`. */
-__device__ static inline void gate_outputs(const float O[32][4], float inv0, float inv1,
-                                           uint8_t *tile, int warp, int lane)
+/* The outputs in `tiles` to memory. */
+__device__ static inline void rows_store(const struct k_attn *a, const struct attn_maps *m,
+                                         const struct attn_tile *t, const struct row_group *g,
+                                         const uint8_t *tiles, int tid)
 {
-#pragma unroll
-    for (int nt = 0; nt < 32; nt++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            int r = warp * 16 + (lane >> 2) + 8 * h;
-            uint32_t *at = (uint32_t *)(tile + (nt >> 3) * TILE_BYTES + tile_off(r, nt & 7) +
-                                        (lane & 3) * 4);
-            float inv = h ? inv1 : inv0;
-            *at = pack2(O[nt][2 * h] * inv * sigmoid(lo2(*at)),
-                        O[nt][2 * h + 1] * inv * sigmoid(hi2(*at)));
-        }
+    int warp = tid >> 5, lane = tid & 31;
+    if (g->by_map && g->n == 64) {
+        fence_async();
+        group_sync(1 + g->wg);
+        if (tid > 0)
+            return;
+        for (int i = 0; i < PANELS; i++)
+            tma_store3(&m->o, tiles + i * TILE_BYTES, i * 64, g->head, g->tok);
+        bulk_read_done();
+        return;
+    }
+    __syncwarp(); /* a warp stores the rows that it made */
+    for (int r = warp * 16; r < min(warp * 16 + 16, g->n); r++)
+        *(uint4 *)((bf16 *)a->o + attn_row_at(t, a->d.HQ * ATTN_D, g->r0 + r) + lane * 8) =
+            *(const uint4 *)(tiles + (lane >> 3) * TILE_BYTES + tile_off(r, lane & 7));
 }
 
-/* One warpgroup, rows r0 .. r0 + n - 1 of the tile. */
-__device__ static inline void consume(const struct k_attn *a, const struct attn_tile *t,
-                                      struct hopper_smem *s, int wg, int n, int tid)
+/* One warpgroup. */
+__device__ static inline void consume(const struct k_attn *a, const struct attn_maps *m,
+                                      const struct attn_tile *t, const struct row_group *g,
+                                      struct hopper_smem *s, int tid)
 {
-    int warp = tid >> 5, lane = tid & 31, r0 = wg * 64, barrier = 1 + wg;
-    int mine = r0 + warp * 16 + (lane >> 2), n_blocks = t->last / KV_BLOCK + 1;
-    int low = t->pos + (t->row0 + r0) / t->ratio; /* the first row's position */
-    uint8_t *Q = s->Q[wg];
-    rows_load(Q, a, t, r0, n, 0, tid);
-    cp_commit();
+    int warp = tid >> 5, lane = tid & 31, n_blocks = t->last / KV_BLOCK + 1;
+    int mine = g->r0 + warp * 16 + (lane >> 2);
+    int low = t->pos + attn_token_of(t, g->r0); /* the first row's position */
+    uint32_t tiles = smem_addr(s->Q[g->wg]);
+    rows_start(a, m, t, g, s, false, tid);
     float O[32][4], S[8][4];
     uint32_t p[4][4];
     struct attn_row row[2] = {attn_row_new(t, mine), attn_row_new(t, mine + 8)};
 #pragma unroll
     for (int i = 0; i < 128; i++)
         O[i >> 2][i & 3] = 0.0f;
-    cp_wait<0>();
-    fence_async();
-    group_sync(barrier);
+    rows_wait(g, s, false);
 
-    uint64_t q = desc_kmajor(smem_addr(Q));
+    uint64_t q = desc_kmajor(tiles);
     mbar_wait(&s->k_full[0], 0);
     scores_start(S, q, desc_kmajor(smem_addr(s->K[0])));
     wg_wait<0>();
@@ -194,25 +278,19 @@ __device__ static inline void consume(const struct k_attn *a, const struct attn_
     int last = (n_blocks - 1) % KV_STAGES;
     mbar_wait(&s->v_full[last], (n_blocks - 1) / KV_STAGES & 1);
     values_start(O, p, desc_nmajor(smem_addr(s->V[last])));
-    group_sync(barrier); /* all scores are made: Q is free */
-    rows_load(Q, a, t, r0, n, a->d.HQ * ATTN_D, tid);
-    cp_commit();
+    group_sync(1 + g->wg); /* all scores are made: Q is free */
+    rows_start(a, m, t, g, s, true, tid);
     float inv0 = 1.0f / row_total(&row[0]), inv1 = 1.0f / row_total(&row[1]);
     wg_wait<0>();
     wg_pin<32>(O);
-    cp_wait<0>();
-    group_sync(barrier);
-    gate_outputs(O, inv0, inv1, Q, warp, lane);
-    __syncwarp(); /* a warp stores the rows that it made */
-    for (int j = 0; j < 16; j++) {
-        int r = warp * 16 + j;
-        if (r < n)
-            *(uint4 *)((bf16 *)a->o + attn_row_at(t, a->d.HQ * ATTN_D, r0 + r) + lane * 8) =
-                *(const uint4 *)(Q + (lane >> 3) * TILE_BYTES + tile_off(r, lane & 7));
-    }
+    rows_wait(g, s, true);
+    gate_outputs(O, inv0, inv1, tiles, warp, lane);
+    rows_store(a, m, t, g, s->Q[g->wg], tid);
 }
 
-__global__ static void __launch_bounds__(HOPPER_THREADS, 1) attn_hopper_kernel(struct k_attn a)
+__global__ static void __launch_bounds__(HOPPER_THREADS, 1)
+    attn_hopper_kernel(const __grid_constant__ struct k_attn a,
+                       const __grid_constant__ struct attn_maps maps)
 {
     extern __shared__ uint8_t raw[];
     struct hopper_smem *s = (struct hopper_smem *)raw;
@@ -227,6 +305,8 @@ __global__ static void __launch_bounds__(HOPPER_THREADS, 1) attn_hopper_kernel(s
             mbar_init(&s->k_empty[i], n_warps);
             mbar_init(&s->v_empty[i], n_warps);
         }
+        for (int i = 0; i < 2; i++)
+            mbar_init(&s->rows_full[i], 1);
         fence_async();
     }
     __syncthreads();
@@ -237,22 +317,45 @@ __global__ static void __launch_bounds__(HOPPER_THREADS, 1) attn_hopper_kernel(s
             produce(&a, &t, s, tid);
     } else {
         reg_alloc<240>();
-        int n = min(t.n_rows - (group - 1) * 64, 64);
-        if (n > 0)
-            consume(&a, &t, s, group - 1, n, tid);
+        struct row_group g;
+        g.wg = group - 1;
+        g.r0 = g.wg * 64;
+        g.n = min(t.n_rows - g.r0, 64);
+        g.tok = t.tok + attn_token_of(&t, g.r0);
+        g.head = t.kv_head * t.ratio;
+        g.by_map = 64 % t.ratio == 0;
+        if (g.n > 0)
+            consume(&a, &maps, &t, &g, s, tid);
     }
 }
 
 // ---- launchers
 
+/* [T, heads, D] with rows of ld elements; tokens past T read as zeros and are not written. */
+static cudaError_t make_map(CUtensorMap *map, const void *p, const struct k_attn *a,
+                            int32_t heads, int32_t ld)
+{
+    int32_t ratio = a->d.HQ / a->d.HK;
+    cuuint64_t dims[3] = {ATTN_D, (cuuint64_t)heads, (cuuint64_t)a->b.n_tokens};
+    cuuint64_t strides[2] = {ATTN_D * 2, (cuuint64_t)ld * 2};
+    cuuint32_t box[3] = {64, (cuuint32_t)ratio, 64 / (cuuint32_t)ratio};
+    return tensor_map(map, p, 3, dims, strides, box);
+}
+
 cudaError_t attn_hopper(const struct k_attn *a, cudaStream_t stream)
 {
-    int64_t n = attn_grid(&a->b, &a->d, HOPPER_ROWS);
+    struct attn_maps maps = {};
     cudaError_t e =
         cudaFuncSetAttribute(attn_hopper_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              sizeof(struct hopper_smem));
+    if (e == cudaSuccess && 64 % (a->d.HQ / a->d.HK) == 0) {
+        e = make_map(&maps.p, a->p, a, 2 * a->d.HQ, a->d.ld);
+        if (e == cudaSuccess)
+            e = make_map(&maps.o, a->o, a, a->d.HQ, a->d.HQ * ATTN_D);
+    }
     if (e != cudaSuccess)
         return e;
-    attn_hopper_kernel<<<(unsigned)n, HOPPER_THREADS, sizeof(struct hopper_smem), stream>>>(*a);
+    attn_hopper_kernel<<<(unsigned)attn_grid(&a->b, &a->d, HOPPER_ROWS), HOPPER_THREADS,
+                         sizeof(struct hopper_smem), stream>>>(*a, maps);
     return cudaGetLastError();
 }

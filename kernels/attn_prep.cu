@@ -12,7 +12,8 @@
 
 // ---- kernels
 
-enum { PREP_THREADS = 256, PREP_TOKENS = PREP_THREADS / 32 };
+/* HEADS: loaded together, to hide their latency. */
+enum { PREP_THREADS = 256, PREP_TOKENS = PREP_THREADS / 32, HEADS = 4 };
 
 struct prep_smem {
     float cos[PREP_TOKENS][ATTN_D / 2], sin[PREP_TOKENS][ATTN_D / 2];
@@ -59,9 +60,19 @@ __global__ static void __launch_bounds__(PREP_THREADS) attn_prep_kernel(struct k
     uint4 *row = (uint4 *)((bf16 *)a.p + (int64_t)tok * a.d.ld) + lane;
     float w[8];
     load8(a.q_norm + lane * 8, w);
-#pragma unroll 2
-    for (int h = 0; h < a.d.HQ; h++)
-        row[h * 32] = norm_rotate(row[h * 32], w, s.cos[warp], s.sin[warp], half, a.eps);
+    for (int h = 0; h < a.d.HQ; h += HEADS) {
+        uint4 x[HEADS];
+#pragma unroll
+        for (int j = 0; j < HEADS; j++)
+            x[j] = row[min(h + j, a.d.HQ - 1) * 32];
+#pragma unroll
+        for (int j = 0; j < HEADS; j++)
+            x[j] = norm_rotate(x[j], w, s.cos[warp], s.sin[warp], half, a.eps);
+#pragma unroll
+        for (int j = 0; j < HEADS; j++)
+            if (h + j < a.d.HQ)
+                row[(h + j) * 32] = x[j];
+    }
 
     int P = a.kv.page_tokens;
     int page = a.kv.page_table[(int64_t)seq * a.kv.max_pages + pos / P];

@@ -558,40 +558,29 @@ __global__ static void __launch_bounds__(HOPPER_THREADS, 1)
 
 // ---- launchers
 
-typedef CUresult (*encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
-                              const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
-                              const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
-                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
 /* Rows past T read as zeros. */
-static bool make_map(encode_fn encode, CUtensorMap *m, const void *p, int32_t n_tokens,
-                     int32_t heads)
+static cudaError_t make_map(CUtensorMap *m, const void *p, int32_t n_tokens, int32_t heads)
 {
     cuuint64_t dims[3] = {GDN_D, (cuuint64_t)heads, (cuuint64_t)n_tokens};
     cuuint64_t strides[2] = {GDN_D * 2, (cuuint64_t)heads * GDN_D * 2};
-    cuuint32_t box[3] = {64, 1, K_CHUNK}, step[3] = {1, 1, 1};
-    return encode(m, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void *)p, dims, strides, box, step,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+    cuuint32_t box[3] = {64, 1, K_CHUNK};
+    return tensor_map(m, p, 3, dims, strides, box);
 }
 
 cudaError_t gdn_delta_hopper(const struct k_gdn_delta *a, int32_t body, bool beside,
                              cudaStream_t stream)
 {
-    void *fn = NULL;
-    cudaDriverEntryPointQueryResult found;
-    cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &fn, 12000,
-                                                     cudaEnableDefault, &found);
-    if (e != cudaSuccess || found != cudaDriverEntryPointSuccess)
-        return e != cudaSuccess ? e : cudaErrorNotSupported;
     struct gdn_maps m;
     int32_t T = a->b.n_tokens > 0 ? a->b.n_tokens : 1;
-    if (!make_map((encode_fn)fn, &m.q, a->q, T, a->d.H) ||
-        !make_map((encode_fn)fn, &m.k, a->k, T, a->d.H) ||
-        !make_map((encode_fn)fn, &m.v, a->v, T, a->d.HV) ||
-        !make_map((encode_fn)fn, &m.o, a->o, T, a->d.HV))
-        return cudaErrorInvalidValue;
+    cudaError_t e = make_map(&m.q, a->q, T, a->d.H);
+    if (e == cudaSuccess)
+        e = make_map(&m.k, a->k, T, a->d.H);
+    if (e == cudaSuccess)
+        e = make_map(&m.v, a->v, T, a->d.HV);
+    if (e == cudaSuccess)
+        e = make_map(&m.o, a->o, T, a->d.HV);
+    if (e != cudaSuccess)
+        return e;
     bool split = body == K_GDN_SPLIT;
     size_t smem = split ? sizeof(struct split_smem) : sizeof(struct pair_smem);
     e = split ? cudaFuncSetAttribute(gdn_split_kernel,

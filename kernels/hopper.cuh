@@ -92,6 +92,20 @@ __device__ static inline void bulk_load(void *dst, const void *src, uint32_t byt
         : "memory");
 }
 
+/* The calling thread's bulk groups have read their shared memory. */
+__device__ static inline void bulk_read_done(void)
+{
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+/* One of the arrivals that `bar` counts, when this thread's cp.async so far have landed. Who waits
+ * for it has to fence_async before the tensor cores read. */
+__device__ static inline void cp_arrive(uint64_t *bar)
+{
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_addr(bar))
+                 : "memory");
+}
+
 /* ---- clusters: blocks that share a bulk copy ---- */
 
 /* Box of a tensor map at (x, y) to the same place in every block of `mask`, whose barriers at the
@@ -279,6 +293,14 @@ __device__ static inline void wg_nmajor(float acc[16][4], const uint32_t a[4][4]
         wg_n128(acc, a[ks], d + ks * 128);
 }
 
+/* Four 8x8 matrices of packed pairs to the rows at the lanes' addresses: the inverse of ldsm4. */
+__device__ static inline void stsm4(uint32_t addr, const uint32_t r[4])
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(addr),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
 /* Four 8x8 matrices of packed pairs, each transposed, to the rows at the lanes' addresses. */
 __device__ static inline void stsm4_t(uint32_t addr, const uint32_t r[4])
 {
@@ -286,6 +308,33 @@ __device__ static inline void stsm4_t(uint32_t addr, const uint32_t r[4])
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(addr),
         "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
         : "memory");
+}
+
+/* ---- host ---- */
+
+typedef CUresult (*encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
+                              const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
+                              const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
+                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+/* A map of a bf16 tensor of `rank` dims, innermost first, whose boxes are tiles: 64 columns,
+ * swizzled. strides: bytes, of all dims but the first. What lies outside reads as zeros. */
+static inline cudaError_t tensor_map(CUtensorMap *map, const void *p, int rank,
+                                     const cuuint64_t *dims, const cuuint64_t *strides,
+                                     const cuuint32_t *box)
+{
+    void *fn = NULL;
+    cudaDriverEntryPointQueryResult found;
+    cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &fn, 12000,
+                                                     cudaEnableDefault, &found);
+    if (e != cudaSuccess || found != cudaDriverEntryPointSuccess)
+        return e != cudaSuccess ? e : cudaErrorNotSupported;
+    const cuuint32_t step[3] = {1, 1, 1};
+    CUresult r = ((encode_fn)fn)(
+        map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, (cuuint32_t)rank, (void *)p, dims, strides, box,
+        step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 #endif

@@ -27,8 +27,19 @@ __device__ static inline float warp_max(float x)
     return x;
 }
 
-/* Expert 32 j + lane lies in p[j]. NaN counts as -1, less than any probability, so that ids are
- * good ones even then; what is chosen or not there counts as -2. */
+/* A probability as a number whose order is that of the choice: NaN is less than any, so that ids
+ * are good ones even then, and 0 is no candidate. */
+__device__ static inline uint32_t route_key(float p)
+{
+    return p >= 0 ? __float_as_uint(p) + 2 : 1;
+}
+
+__device__ static inline float route_weight(uint32_t key)
+{
+    return key >= 2 ? __uint_as_float(key - 2) : NAN;
+}
+
+/* Expert 32 j + lane lies in p[j]. */
 __global__ static void __launch_bounds__(ROUTE_THREADS) route_kernel(struct k_moe_route a)
 {
     int row = blockIdx.x * (ROUTE_THREADS / 32) + (threadIdx.x >> 5), lane = threadIdx.x & 31;
@@ -49,38 +60,29 @@ __global__ static void __launch_bounds__(ROUTE_THREADS) route_kernel(struct k_mo
         sum += p[j];
     }
     sum = warp_sum(sum);
+    uint32_t key[LANE_EXPERTS];
 #pragma unroll
-    for (int j = 0; j < LANE_EXPERTS; j++) {
-        p[j] = p[j] / sum;
-        p[j] = 32 * j + lane >= a.E ? -2 : p[j] >= 0 ? p[j] : -1;
-    }
+    for (int j = 0; j < LANE_EXPERTS; j++)
+        key[j] = 32 * j + lane < a.E ? route_key(p[j] / sum) : 0;
     float mine = 0, chosen = 0; /* lane i keeps choice i */
     int id = 0;
     for (int i = 0; i < a.top_k; i++) {
-        float best = -2;
-        int at = K_MOE_MAX_EXPERTS;
+        uint32_t best = 0;
+        int at = 0;
 #pragma unroll
         for (int j = 0; j < LANE_EXPERTS; j++)
-            if (p[j] > best) {
-                best = p[j];
+            if (key[j] > best) {
+                best = key[j];
                 at = 32 * j + lane;
             }
-#pragma unroll
-        for (int m = 16; m > 0; m >>= 1) {
-            float v = __shfl_xor_sync(0xffffffffu, best, m);
-            int e = __shfl_xor_sync(0xffffffffu, at, m);
-            if (v > best || (v == best && e < at)) {
-                best = v;
-                at = e;
-            }
-        }
+        uint32_t most = __reduce_max_sync(0xffffffffu, best);
+        at = __reduce_min_sync(0xffffffffu, best == most ? at : K_MOE_MAX_EXPERTS);
 #pragma unroll
         for (int j = 0; j < LANE_EXPERTS; j++)
-            p[j] = 32 * j + lane == at ? -2 : p[j];
-        best = best < 0 ? NAN : best;
-        chosen += best;
+            key[j] = 32 * j + lane == at ? 0 : key[j];
+        chosen += route_weight(most);
         if (lane == i) {
-            mine = best;
+            mine = route_weight(most);
             id = at;
         }
     }

@@ -8,22 +8,20 @@
  * wgmma, both operands from shared memory, and store through 16 KB each. A warpgroup or block
  * without places passes its stages on and multiplies nothing.
  *
- * A stage is full when 128 threads have seen their rows arrive (and made them visible to the
- * tensor cores) and the 32 KB of weights are there; it is empty when the 8 multiplying warps of
- * both blocks are done with it. Clusters take (pair, column block) items in turn, columns
- * fastest, and the loading warpgroup runs ahead into the next item.
+ * A stage is full when the rows of 128 threads and the 32 KB of weights are there; it is empty
+ * when the 8 multiplying warps of both blocks are done with it. Clusters take (pair, column
+ * block) items in turn, columns fastest, and the loading warpgroup runs ahead into the next item.
  * Grid 2 a pair of multiprocessors, block 384, shared 225 KB, registers 56 + 2 * 224.
- * Limit: L2 for many rows an expert, the bytes of the weights for few. */
+ * Limit: L2 and tensor cores for many rows an expert (seen: 500 to 660 TFLOP/s with 2048 columns;
+ * with 512 the stores, which nothing covers, take a fifth), the bytes of the weights for few. */
 #include "hopper.cuh"
 #include "moe_gemm.cuh"
 
 // ---- kernels
 
-/* LAG: stages whose rows may be on their way before the loading threads look for the oldest. */
 enum {
     HOPPER_THREADS = 384,
     GEMM_STAGES = 4,
-    LAG = 2,
     CLUSTER = 2,
     A_BYTES = 2 * TILE_BYTES, /* 128 rows */
     B_BYTES = 4 * TILE_BYTES, /* 256 rows */
@@ -78,14 +76,6 @@ __device__ static inline int parity_of(int it)
     return it / GEMM_STAGES & 1;
 }
 
-/* This thread's rows of stage `it`, all copies but the newest `PENDING`, are there for wgmma. */
-template <int PENDING> __device__ static inline void rows_arrived(struct hopper_smem *s, int it)
-{
-    cp_wait<PENDING>();
-    fence_async();
-    mbar_arrive(&s->full[slot_of(it)]);
-}
-
 __device__ static inline void produce(const struct k_moe_gemm *a, const CUtensorMap *map,
                                       struct hopper_smem *s, int first, int step, int n_items,
                                       int n_col_blocks, int rank, int tid)
@@ -117,18 +107,10 @@ __device__ static inline void produce(const struct k_moe_gemm *a, const CUtensor
             for (int j = 0; j < 8; j++)
                 cp16(to + tile_off(row0 + 16 * j, unit), row[j] + (live ? k : 0),
                      live && row0 + 16 * j < m.n_places);
-            cp_commit();
-            if (it >= LAG)
-                rows_arrived<LAG>(s, it - LAG);
+            cp_arrive(&s->full[slot]);
         }
     }
-    if (it > 1)
-        rows_arrived<1>(s, it - 2);
-    if (it > 0)
-        rows_arrived<0>(s, it - 1);
 }
-
-static_assert(LAG == 2, "produce ends with two stages on their way");
 
 /* The warp is done with the stage, in both blocks' eyes. */
 __device__ static inline void release(struct hopper_smem *s, int it)
@@ -143,27 +125,37 @@ __device__ static inline void store_rows(const struct k_moe_gemm *a, const struc
                                          const float low[16][4], const float high[16][4],
                                          uint8_t *out, int r0, int n, int col, int warp)
 {
-    int lane = threadIdx.x & 31, n_cols = outputs(a);
+    int lane = threadIdx.x & 31, n_cols = outputs(a), unit = lane & 15;
+    uint32_t to = smem_addr(out);
 #pragma unroll
-    for (int nt = 0; nt < 16; nt++)
+    for (int nt = 0; nt < 16; nt += 2) {
+        uint32_t r[4];
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float x = low[nt][2 * h], y = low[nt][2 * h + 1];
+        for (int i = 0; i < 4; i++) {
+            int t = nt + (i >> 1), e = 2 * (i & 1);
+            float x = low[t][e], y = low[t][e + 1];
             if (a->swiglu) {
-                x = silu(x) * high[nt][2 * h];
-                y = silu(y) * high[nt][2 * h + 1];
+                x = silu(x) * high[t][e];
+                y = silu(y) * high[t][e + 1];
             }
-            *(uint32_t *)(out + (nt >> 3) * TILE_BYTES +
-                          tile_off(warp * 16 + (lane >> 2) + 8 * h, nt & 7) + (lane & 3) * 4) =
-                pack2(x, y);
+            r[i] = pack2(x, y);
         }
+        stsm4(to + (nt >> 3) * TILE_BYTES +
+                  tile_off(warp * 16 + (lane & 15), (nt & 7) + (lane >> 4)),
+              r);
+    }
     __syncwarp();
-    int unit = lane & 15;
-    for (int j = lane >> 4; j < 16; j += 2) {
-        int r = warp * 16 + j;
-        if (r < n && col + unit * 8 < n_cols)
-            *(uint4 *)((bf16 *)a->c + (int64_t)(m->place + r0 + r) * n_cols + col + unit * 8) =
-                *(const uint4 *)(out + (unit >> 3) * TILE_BYTES + tile_off(r, unit & 7));
+    uint4 u[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+        u[j] = *(const uint4 *)(out + (unit >> 3) * TILE_BYTES +
+                                tile_off(warp * 16 + 2 * j + (lane >> 4), unit & 7));
+    bf16 *c = (bf16 *)a->c + (int64_t)(m->place + r0 + warp * 16) * n_cols + col + unit * 8;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        int r = 2 * j + (lane >> 4);
+        if (warp * 16 + r < n && col + unit * 8 < n_cols)
+            *(uint4 *)(c + (int64_t)r * n_cols) = u[j];
     }
     __syncwarp();
 }
@@ -188,6 +180,7 @@ __device__ static inline void consume(const struct k_moe_gemm *a, struct hopper_
         for (int i = 0; i < n_steps; i++, it++) {
             int slot = slot_of(it);
             mbar_wait(&s->full[slot], parity_of(it));
+            fence_async(); /* rows of a came through the generic proxy */
             uint64_t da = desc_kmajor(smem_addr(s->stage[slot].A) + wg * TILE_BYTES);
             uint64_t db = desc_kmajor(smem_addr(s->stage[slot].B));
             wg_fence();
@@ -238,28 +231,13 @@ __global__ static void __launch_bounds__(HOPPER_THREADS, 1)
 
 // ---- launchers
 
-typedef CUresult (*encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
-                              const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
-                              const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
-                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-/* Boxes of 64 columns by 128 rows of all experts' weights; past the end are zeros. */
-static cudaError_t make_map(CUtensorMap *m, const struct k_moe_gemm *a)
+/* Boxes of 64 columns by 128 rows of all experts' weights. */
+static cudaError_t make_map(CUtensorMap *map, const struct k_moe_gemm *a)
 {
-    void *fn = NULL;
-    cudaDriverEntryPointQueryResult found;
-    cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &fn, 12000,
-                                                     cudaEnableDefault, &found);
-    if (e != cudaSuccess || found != cudaDriverEntryPointSuccess)
-        return e != cudaSuccess ? e : cudaErrorNotSupported;
     cuuint64_t dims[2] = {(cuuint64_t)a->cols, (cuuint64_t)a->list.E * a->rows};
     cuuint64_t strides[1] = {(cuuint64_t)a->cols * 2};
-    cuuint32_t box[2] = {64, B_HALF_ROWS}, step[2] = {1, 1};
-    CUresult r =
-        ((encode_fn)fn)(m, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void *)a->w, dims, strides,
-                        box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+    cuuint32_t box[2] = {64, B_HALF_ROWS};
+    return tensor_map(map, a->w, 2, dims, strides, box);
 }
 
 cudaError_t moe_gemm_hopper(const struct k_moe_gemm *a, cudaStream_t stream)
