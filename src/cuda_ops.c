@@ -211,7 +211,8 @@ static void moe_gemm(struct backend *b, const struct k_moe_list *list, const str
                      bool is_first, const void *a, void *c)
 {
     const struct cuda_weight *cw = w->data;
-    struct k_moe_gemm k = {.list = *list,
+    struct k_moe_gemm k = {.dev = &cuda_impl_of(b)->dev,
+                           .list = *list,
                            .gather = is_first,
                            .swiglu = is_first,
                            .rows = w->rows,
