@@ -29,6 +29,8 @@ void api_models(struct api *a, struct exchange *x)
     buf_json_string(&b, a->model_id, len);
     buf_adds(&b, ", \"max_model_len\": ");
     buf_json_i64(&b, a->max_prompt_tokens);
+    buf_adds(&b, ", \"vocab_size\": ");
+    buf_json_i64(&b, a->vocab);
     buf_adds(&b, "}]}");
     api_reply(x, 200, &b);
 }

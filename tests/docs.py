@@ -108,12 +108,13 @@ def main():
     check(not wrong and not problems, "the sample file has the defaults, explained",
           "\n".join(wrong + problems))
 
-    client = subprocess.run([sys.executable, os.path.join(SRCDIR, "clients", "prefill"), "--help"],
-                            capture_output=True, text=True, check=True).stdout
-    names = set(re.findall(r"^  --([a-z-]+)", client, re.M))
-    compare("prefill(1)", man_options("prefill.1", "Fl -"), names)
+    for name in ("loadgen", "prefill"):
+        client = subprocess.run([sys.executable, os.path.join(SRCDIR, "clients", name), "--help"],
+                                capture_output=True, text=True, check=True).stdout
+        compare(f"{name}(1)", man_options(f"{name}.1", "Fl -"),
+                set(re.findall(r"^  --([a-z0-9-]+)", client, re.M)))
 
-    for page in ("prefill.1", "prefilld.8", "prefilld.conf.5"):
+    for page in ("loadgen.1", "prefill.1", "prefilld.8", "prefilld.conf.5"):
         if not shutil.which("mandoc"):
             check(True, f"{page} # SKIP no mandoc (Debian package mandoc)")
             continue

@@ -127,7 +127,8 @@ check_install() {
     dest=$PWD/install
     rm -rf "$dest"
     make install DESTDIR="$dest" prefix=/usr sysconfdir=/etc || return 1
-    for file in sbin/prefilld bin/prefill share/man/man1/prefill.1 share/man/man8/prefilld.8 \
+    for file in sbin/prefilld bin/prefill bin/loadgen share/man/man1/loadgen.1 \
+        share/man/man1/prefill.1 share/man/man8/prefilld.8 \
         share/man/man5/prefilld.conf.5 share/doc/prefilld/prefilld.conf \
         share/doc/prefilld/README.md; do
         [ -s "$dest/usr/$file" ] || { echo "make install did not install $file" && return 1; }
@@ -135,6 +136,7 @@ check_install() {
     "$dest/usr/sbin/prefilld" --version || return 1
     "$dest/usr/sbin/prefilld" --help >/dev/null || return 1
     "$dest/usr/bin/prefill" --help >/dev/null || return 1
+    "$dest/usr/bin/loadgen" --help >/dev/null || return 1
     # The installed sample is a configuration that holds: only the model is the reader's own.
     "$dest/usr/sbin/prefilld" --config "$dest/usr/share/doc/prefilld/prefilld.conf" \
         --model "$root/tests/models/demo" --listen 127.0.0.1:0 --check || return 1
