@@ -1,12 +1,13 @@
-/* Attention at 16 query and 2 KV heads, pages of 64: median of 40 launches. TFLOP/s counts
+/* Attention at 16 query and 2 KV heads (and 24 and 4, the 27B's), pages of 64: median of 40 launches. TFLOP/s counts
  * 4 * D * HQ for each (query, key) pair that the causal mask leaves; bytes are not the limit. */
 #include "gpu.cuh"
 
 static struct k_device dev;
 
-static void bench(const char *name, const std::vector<int> &lens, const std::vector<int> &start)
+static void bench(const char *name, const std::vector<int> &lens, const std::vector<int> &start,
+                  int HQ = 16, int HK = 2)
 {
-    const int HQ = 16, HK = 2, D = 256, ld = (2 * HQ + 2 * HK) * D;
+    const int D = 256, ld = (2 * HQ + 2 * HK) * D;
     int n = (int)lens.size(), max_pages = 0, n_pages = 0;
     double pairs = 0;
     for (int i = 0; i < n; i++) {
@@ -61,5 +62,6 @@ int main(void)
     bench("8 x 1024", std::vector<int>(8, 1024), std::vector<int>(8, 0));
     bench("8192 mixed", {1713, 640, 64, 3, 2900, 128, 2744}, std::vector<int>(7, 0));
     bench("2048 at 30720", {2048}, {30720});
+    bench("1 x 8192, 24/4", {8192}, {0}, 24, 4);
     return 0;
 }
