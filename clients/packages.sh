@@ -36,22 +36,31 @@ packages_install() {
         echo "no apt-get here" >&2
         return 1
     fi
+    # shellcheck disable=SC2086
     {
         packages_mend &&
-            $packages_sudo apt-get -q update &&
-            packages_apt --download-only "$@" &&
-            (trap '' INT QUIT TERM HUP && packages_apt "$@")
+            packages_run apt-get -q update &&
+            packages_run apt-get $packages_apt --download-only install "$@" &&
+            packages_shield apt-get $packages_apt install "$@"
     } </dev/null >&2
 }
 
-packages_apt() {
-    $packages_sudo env DEBIAN_FRONTEND=noninteractive apt-get -q -y --no-install-recommends \
-        -o DPkg::Lock::Timeout=300 install "$@"
+packages_apt='-q -y --no-install-recommends -o DPkg::Lock::Timeout=300'
+
+packages_run() {
+    $packages_sudo env DEBIAN_FRONTEND=noninteractive "$@"
+}
+
+# In a session of its own, which Ctrl-C does not reach: ignoring the signal is not enough, because
+# apt-get gives dpkg the default again.
+packages_shield() {
+    (trap '' INT QUIT TERM HUP && packages_run setsid -w "$@")
 }
 
 packages_mend() {
-    packages_journal=$(ls "/var/lib/dpkg/updates" 2>/dev/null)
-    [ -n "$packages_journal$(dpkg --audit 2>/dev/null)" ] || return 0
+    if [ -z "$(ls /var/lib/dpkg/updates 2>/dev/null)$(dpkg --audit 2>/dev/null)" ]; then
+        return 0
+    fi
     echo "dpkg was interrupted before: dpkg --configure -a"
-    (trap '' INT QUIT TERM HUP && $packages_sudo env DEBIAN_FRONTEND=noninteractive dpkg --configure -a)
+    packages_shield dpkg --configure -a
 }
