@@ -4,6 +4,7 @@
 import http.server
 import json
 import os
+import signal
 import socket
 import socketserver
 import subprocess
@@ -75,13 +76,24 @@ class UnixServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
 
 
-def run(url, *args, stdin=b"", **settings):
+def run_settings(settings):
     Handler.status, Handler.answer, Handler.headers_out = 200, ANSWER, {}
     Handler.seen, Handler.reads_body = None, True
     for name, value in settings.items():
         setattr(Handler, name, value)
+
+
+def run(url, *args, stdin=b"", **settings):
+    run_settings(settings)
     return subprocess.run([sys.executable, CLIENT, "--url", url, *args], input=stdin,
                           capture_output=True, timeout=30)
+
+
+def run_shell(url, tail, *args, **settings):
+    """The client with redirections, as a shell makes them."""
+    run_settings(settings)
+    return subprocess.run(["sh", "-c", f'exec "$@" {tail}', "sh", sys.executable, CLIENT, "--url",
+                           url, *args], capture_output=True, timeout=30)
 
 
 def error(message, code, **more):
@@ -145,12 +157,28 @@ def check_prompts(url):
                        (["--text", "a", "--ids", "1"], b"not allowed"),
                        (["--url", "ftp://x", "--text", "a"], b"give http"),
                        (["--url", "http://h:x", "--text", "a"], b"--url"),
-                       (["--url", "unix:", "--text", "a"], b"unix:PATH")]:
+                       (["--url", "unix:", "--text", "a"], b"unix:PATH"),
+                       (["--url", "http://a..b:80", "--text", "a"], b"no address"),
+                       (["--url", f"http://{70 * 'a'}:80", "--text", "a"], b"no address"),
+                       (["--url", "http://127.0.0.1:1/a b", "--text", "a"], b"no address"),
+                       (["--url", "http://127.0.0.1:1/\u00e9", "--text", "a"], b"no address"),
+                       (["--timeout", "0", "--text", "a"], b"more than 0"),
+                       (["--timeout", "-1", "--text", "a"], b"more than 0"),
+                       (["--timeout", "nan", "--text", "a"], b"more than 0"),
+                       (["--timeout", "1e20", "--text", "a"], b"at most"),
+                       (["--api-key-file", "/dev/null", "--text", "a"], b"first line"),
+                       (["--api-key-file", "", "--text", "a"], b"No such file")]:
         r = run(url, *args)
-        check(r.returncode == 2 and part in r.stderr, f"status 2: {' '.join(args)}", r)
+        check(r.returncode == 2 and part in r.stderr and b"Traceback" not in r.stderr,
+              f"status 2: {ascii(' '.join(args))}", r)
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"sesame\nother\n")
         file.flush()
+        with open(file.name + ".bad", "wb") as bad:
+            bad.write(b"ses\x01ame\n")
+        r = run(url, "--text", "a", "--api-key-file", bad.name)
+        os.remove(bad.name)
+        check(r.returncode == 2 and b"printable" in r.stderr, "a key with a control character", r)
         run(url + "/base/", "--text", "a", "--api-key-file", file.name)
         check(Handler.auth == "Bearer sesame", "the key is the first line", Handler.auth)
         check(Handler.path_seen == "/base/v1/prefill", "a path before /v1 is kept",
@@ -173,6 +201,59 @@ def check_errors(url):
     r = run(url, stdin=b"a" * (8 << 20), status=413, answer=error("too large", 413),
             reads_body=False)
     check(r.returncode == 1 and b"too large" in r.stderr, "an early refusal is read", r)
+
+
+def check_answers_of_others(url):
+    top = dict(ANSWER["next"], top=[{"id": 1, "token": " x", "logprob": 800.0}])
+    odd = [{"object": "prefill"}, dict(ANSWER, next={"id": 17}), dict(ANSWER, usage=7),
+           dict(ANSWER, pieces=[{}]), dict(ANSWER, pieces="x"), dict(ANSWER, next=[]),
+           dict(ANSWER, prompt_logprobs=[None, "a"]), dict(ANSWER, next=top),
+           dict(ANSWER, timings={"tokens_per_s": "fast"})]
+    for answer in odd:
+        r = run(url, "--text", "a", answer=answer)
+        check(r.returncode == 3 and not r.stdout and b"not as prefilld" in r.stderr
+              and b"Traceback" not in r.stderr, f"exit 3: {str(answer)[:60]}", r)
+    for body in (b"[" * 100000, b'{"object":' * 100000):
+        r = run(url, "--text", "a", answer=body)
+        check(r.returncode == 3 and b"Traceback" not in r.stderr, "exit 3: a deep answer", r)
+    r = run(url, "--text", "a", "--json", answer=odd[0])
+    check(r.returncode == 0 and json.loads(r.stdout) == odd[0], "--json shows it as it came", r)
+
+
+def check_streams(url):
+    for tail, args, code, part in [
+            ("<&-", [], 2, b"no prompt"), ("< /proc/self/mem", [], 2, b"standard input"),
+            (">&-", ["--text", "a"], 2, b"standard output is closed"),
+            ("> /dev/full", ["--text", "a"], 2, b"No space left"),
+            ("> /dev/full", ["--text", "a", "--json"], 2, b"No space left")]:
+        r = run_shell(url, tail, *args)
+        check(r.returncode == code and part in r.stderr and b"Traceback" not in r.stderr
+              and b"Exception" not in r.stderr, f"exit {code}: {tail} {' '.join(args)}", r)
+    reader, writer = os.pipe()
+    os.close(reader)
+    run_settings({})
+    r = subprocess.run([sys.executable, CLIENT, "--url", url, "--text", "a"], stdout=writer,
+                       stderr=subprocess.PIPE, timeout=30)
+    os.close(writer)
+    check(r.returncode == 0 and r.stderr == b"", "a reader that went away is no failure", r)
+    for tail in ("2>&-", "2> /dev/full"):
+        r = run_shell(url, tail, "--text", "a", status=503, answer=error("why", 503))
+        check(r.returncode == 4 and r.stdout == b"", f"the exit status holds: {tail}", r)
+
+
+def check_interrupt():
+    with socket.socket() as idle:
+        idle.bind(("127.0.0.1", 0))
+        idle.listen()
+        client = subprocess.Popen([sys.executable, CLIENT, "--text", "a", "--url",
+                                   f"http://127.0.0.1:{idle.getsockname()[1]}"],
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                  preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        idle.accept()[0].recv(1)
+        client.send_signal(signal.SIGINT)
+        out = client.communicate(timeout=30)
+        check(client.returncode == -signal.SIGINT and out == (b"", b""),
+              "an interrupt ends it, without a word", (client.returncode, out))
 
 
 def check_connections(url):
@@ -205,6 +286,9 @@ def main():
     check_answers(url)
     check_prompts(url)
     check_errors(url)
+    check_answers_of_others(url)
+    check_streams(url)
+    check_interrupt()
     check_connections(url)
     print(f"1..{count}")
     return failed != 0
