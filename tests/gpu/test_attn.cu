@@ -322,8 +322,34 @@ static void test_bits(int HQ, int HK, int n, const std::vector<int> &cuts)
         result(same && differs && at == n,
                "attn %s bits %d/%d: %d tokens at once %s in %zu pieces; "
                "control %s",
-               body_name(body), HQ, HK, n, same ? "= " : "DIFFER FROM", cuts.size(),
+               body_name(body), HQ, HK, n, same ? "=" : "DIFFER FROM", cuts.size(),
                differs ? "differs" : "DOES NOT DIFFER");
+    }
+}
+
+/* A sequence whose neighbours in the batch are NaN throughout keeps its bits. */
+static void test_nan(int HQ, int HK)
+{
+    const std::vector<int> lens = {70, 33, 90}, start = {0, 100, 5};
+    for (int body = K_ATTN_PORTABLE; body < K_ATTN_PORTABLE + n_bodies; body++) {
+        attn_case c;
+        std::vector<bf16> out[2];
+        c.make(HQ, HK, 64, lens, start, 23);
+        c.history(7);
+        for (int i = 0; i < 2; i++) {
+            c.p.put(c.raw);
+            if (i == 1) {
+                CU(cudaMemset(c.p.p, 0xff, (size_t)70 * c.ld * 2));
+                CU(cudaMemset(c.p.p + (size_t)103 * c.ld, 0xff, (size_t)90 * c.ld * 2));
+            }
+            c.prep(), c.attend(body);
+            out[i] = c.o.get();
+        }
+        size_t row = (size_t)HQ * D, from = 70 * row, n = 33 * row;
+        bool same = memcmp(&out[0][from], &out[1][from], n * 2) == 0;
+        bool neighbours = isnan((float)out[1][from - 1]) && isnan((float)out[1][from + n]);
+        result(same && neighbours, "attn %s %d/%d: NaN in the neighbours stays there",
+               body_name(body), HQ, HK);
     }
 }
 
@@ -332,7 +358,7 @@ int main(int argc, char **argv)
     small = argc > 1 && strcmp(argv[1], "small") == 0;
     if (!gpu_open("test_attn", &dev))
         return 0;
-    printf("# seeds 3, 5, 6, 11 + sequences, 17 + piece\n");
+    printf("# seeds 3, 5, 6, 7, 23, 11 + sequences, 17 + piece\n");
     n_bodies = dev.cc == 90 ? 2 : 1;
     test_case("T=1", 16, 2, 64, {1}, {0});
     test_case("63", 8, 8, 64, {63}, {0}, 20);
@@ -354,6 +380,8 @@ int main(int argc, char **argv)
         test_case("4096 of 1..3", 2, 1, 64, lens, start, 500);
         test_case("pages past 2^31 elements", 4, 2, 64, {130, 65}, {0, 70}, 100, 65600);
     }
+    test_nan(8, 2);
+    test_nan(6, 2);
     test_bits(8, 2, 300, {64, 64, 128, 44});
     if (!small) {
         test_bits(16, 2, 961, {1, 63, 64, 1, 2, 320, 510});

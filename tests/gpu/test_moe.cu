@@ -341,7 +341,17 @@ static void test_bits(void)
                "control %s",
                body == K_MOE_HOPPER ? "hopper" : "portable", n, same ? "=" : "DIFFER FROM",
                differs ? "differs" : "DOES NOT DIFFER");
-        hh[(size_t)5 * M + 9] = (bf16)((float)hh[(size_t)5 * M + 9] - 1);
+        bf16 old = hh[(size_t)7 * M];
+        hh[(size_t)7 * M] = (bf16)NAN; /* stays in its row */
+        h.put(hh);
+        auto bad = run_layer(body, h, logits, 0, n, E, k, M, F, w1, w2);
+        bool stays =
+            isnan((float)bad[(size_t)7 * M]) &&
+            memcmp(bad.data(), other.data(), (size_t)5 * M * 2) == 0 &&
+            memcmp(&bad[(size_t)8 * M], &other[(size_t)8 * M], (size_t)(n - 8) * M * 2) == 0;
+        result(stays, "experts %s: NaN stays in its row",
+               body == K_MOE_HOPPER ? "hopper" : "portable");
+        hh[(size_t)7 * M] = old;
         h.put(hh);
     }
 }
