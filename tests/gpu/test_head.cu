@@ -95,6 +95,33 @@ static bool row_ok(const float *x, int vocab, int target, int n, const struct k_
     return true;
 }
 
+/* What is special about row r. */
+static void shape_row(float *row, int r, int vocab, int ld)
+{
+    for (int i = 0; i < vocab; i++) {
+        if (r == 1)
+            row[i] = 0.25f; /* all equal: the list overflows */
+        if (r == 2)
+            row[i] = roundf(row[i]); /* ties, more than the list holds in large vocabularies */
+        if (r == 3)
+            row[i] = (float)(bf16)row[i];
+        if (r == 4)
+            row[i] = i % 3 ? -INFINITY : row[i];
+        if (r == 5)
+            row[i] += 80.0f * (i == vocab - 1); /* peaked */
+        if (r == 6)
+            row[i] = i == vocab / 2 ? NAN : row[i];
+        if (r == 7)
+            row[i] = i == vocab - 1 ? INFINITY : row[i];
+        if (r == 8)
+            row[i] = (float)-i; /* the best are neighbours: few threads have them */
+        if (r == 9)
+            row[i] = i < 3 ? 1.0f : -INFINITY;
+    }
+    for (int i = vocab; i < ld; i++)
+        row[i] = NAN; /* padding is not part of the row */
+}
+
 static void test_reduce(int n_rows, int vocab, int ld)
 {
     dbuf<float> logits((size_t)n_rows * ld);
@@ -107,31 +134,9 @@ static void test_reduce(int n_rows, int vocab, int ld)
         float *row = &x[(size_t)r * ld];
         t[r] = r % 4 == 1 ? -1 : (r * 12345) % vocab;
         k[r] = r % 5 == 2 ? r % 21 : K_TOP_MAX;
-        for (int i = 0; i < vocab; i++) {
-            if (r == 1)
-                row[i] = 0.25f; /* all equal: the list overflows */
-            if (r == 2)
-                row[i] =
-                    roundf(row[i]); /* ties, more than the list holds in large vocabularies */
-            if (r == 3)
-                row[i] = (float)(bf16)row[i];
-            if (r == 4)
-                row[i] = i % 3 ? -INFINITY : row[i];
-            if (r == 5)
-                row[i] += 80.0f * (i == vocab - 1); /* peaked */
-            if (r == 6)
-                row[i] = i == vocab / 2 ? NAN : row[i];
-            if (r == 7)
-                row[i] = i == vocab - 1 ? INFINITY : row[i];
-            if (r == 8)
-                row[i] = (float)-i; /* the best are neighbours: few threads have them */
-            if (r == 9)
-                row[i] = i < 3 ? 1.0f : -INFINITY;
-        }
+        shape_row(row, r, vocab, ld);
         if (r == 2 || r == 8)
             k[r] = K_TOP_MAX;
-        for (int i = vocab; i < ld; i++)
-            row[i] = NAN; /* padding is not part of the row */
     }
     logits.put(x), targets.put(t), top.put(k);
     struct k_head_reduce a = {n_rows, vocab, ld, logits.p, targets.p, top.p, out.p};
