@@ -13,21 +13,25 @@
 
 #include "cpu_impl.h"
 #include "cpu_simd.h"
+#include "cpu_tile.h"
 
 /* Rows of a tile: Q, scores and sums of so many rows stay in the second cache. */
 enum { TILE_ROWS = 256 };
 
 struct tile_scratch {
-    float Q[TILE_ROWS * ATTN_DIM_MAX]; /* scaled by 1 / sqrt(D) */
-    float sum[TILE_ROWS * ATTN_DIM_MAX];
-    float scores[TILE_ROWS * CHUNK_TOKENS];
+    float scores[(TILE_ROWS + MAX_TILE_ROWS) * CHUNK_TOKENS];
     float max[TILE_ROWS], total[TILE_ROWS];
     float shift[TILE_ROWS]; /* old maximum minus new, then its exponential */
-    void *mm;
+    void *queries;          /* in the kernels' form, scaled by 1 / sqrt(D) */
+    void *weights;          /* the scores' exponentials in the kernels' form */
+    void *panels;           /* a block's keys or values in the kernels' form */
+    float *sums;
 };
 
 struct attn_run {
     const struct op_attn *a;
+    const struct cpu_gemm_isa *isa;
+    struct cpu_tile_sums sums;
     int32_t tile_tokens;          /* divides 64 */
     int32_t *tile_first;          /* [N + 1] first tile of each sequence */
     struct tile_scratch *scratch; /* [threads] */
@@ -39,24 +43,36 @@ struct tile {
     int32_t ratio;       /* query heads of a KV head */
 };
 
-static size_t scratch_bytes(int32_t n_threads)
+static void carve_scratch(uintptr_t *at, struct tile_scratch *s)
 {
-    return cpu_round_up((size_t)n_threads * sizeof(struct tile_scratch), CPU_ALIGN);
+    enum { PANELS_OF_D = ATTN_DIM_MAX / PANEL, PANELS_OF_BLOCK = CHUNK_TOKENS / PANEL };
+    size_t keys = cpu_tile_panels_bytes(PANELS_OF_BLOCK, ATTN_DIM_MAX);
+    size_t values = cpu_tile_panels_bytes(PANELS_OF_D, CHUNK_TOKENS);
+    /* The queries pass through the sums' room before they are packed. */
+    size_t sums = cpu_tile_sums_bytes(TILE_ROWS, PANELS_OF_D);
+    size_t plain = (size_t)TILE_ROWS * ATTN_DIM_MAX * sizeof(float);
+    s->queries = cpu_carve(at, cpu_tile_rows_bytes(TILE_ROWS, ATTN_DIM_MAX));
+    s->weights = cpu_carve(at, cpu_tile_rows_bytes(TILE_ROWS, CHUNK_TOKENS));
+    s->panels = cpu_carve(at, keys > values ? keys : values);
+    s->sums = cpu_carve(at, sums > plain ? sums : plain);
 }
 
-static size_t mm_bytes(void)
+static struct tile_scratch *carve_threads(uintptr_t *at, int32_t n_threads)
 {
-    size_t scores = cpu_mm_scratch_bytes(TILE_ROWS, CHUNK_TOKENS, ATTN_DIM_MAX);
-    size_t values = cpu_mm_scratch_bytes(TILE_ROWS, ATTN_DIM_MAX, CHUNK_TOKENS);
-    return cpu_round_up(scores > values ? scores : values, CPU_ALIGN);
+    return cpu_carve(at, (size_t)n_threads * sizeof(struct tile_scratch));
 }
 
 size_t cpu_attn_workspace_bytes(const struct backend_limits *l, int32_t n_threads)
 {
     if (l->HQ == 0)
         return 0;
-    return scratch_bytes(n_threads) + (size_t)n_threads * mm_bytes() +
-           cpu_round_up(((size_t)l->max_seqs + 1) * sizeof(int32_t), CPU_ALIGN);
+    uintptr_t end = 0;
+    struct tile_scratch s;
+    carve_threads(&end, n_threads);
+    for (int32_t i = 0; i < n_threads; i++)
+        carve_scratch(&end, &s);
+    cpu_carve(&end, ((size_t)l->max_seqs + 1) * sizeof(int32_t));
+    return end;
 }
 
 /* ---- kernels ---- */
@@ -98,90 +114,105 @@ CPU_INLINE void raise_body(int32_t n_rows, int32_t n, float *scores, float *max,
 CPU_KERNEL(raise, (int32_t n_rows, int32_t n, float *scores, float *max, float *shift),
            (n_rows, n, scores, max, shift))
 
-/* total = total * shift + sum of the row's 64 weights; sum *= shift where that is not 1. */
-CPU_INLINE void carry_body(int32_t n_rows, int32_t D, const float *weights, const float *shift,
-                           float *total, float *sum)
+/* total = total * shift + sum of the row's 64 weights; sums *= shift where that is not 1. Rows
+ * from r0 on. */
+CPU_INLINE void carry_body(const struct cpu_tile_sums *l, int32_t r0, int32_t n_rows, int32_t D,
+                           const float *weights, const float *shift, float *total, float *sums)
 {
-    for (int32_t r = 0; r < n_rows; r++) {
+    for (int32_t r = r0; r < r0 + n_rows; r++) {
         const float *w = weights + (size_t)r * CHUNK_TOKENS;
         vf t = (VF_LOAD(w) + VF_LOAD(w + VEC)) + (VF_LOAD(w + 2 * VEC) + VF_LOAD(w + 3 * VEC));
         total[r] = total[r] * shift[r] + VF_SUM(t);
-        float *s = sum + (size_t)r * D;
+        float *s = sums + cpu_tile_sums_row(l, r);
         if (shift[r] != 1)
-            for (int32_t i = 0; i < D; i += VEC)
-                VF_STORE(s + i, VF_LOAD(s + i) * shift[r]);
+            for (int32_t p = 0; p < D / VEC; p++)
+                VF_STORE(s + l->panel_at[p], VF_LOAD(s + l->panel_at[p]) * shift[r]);
     }
 }
 CPU_KERNEL(carry,
-           (int32_t n_rows, int32_t D, const float *weights, const float *shift, float *total,
-            float *sum),
-           (n_rows, D, weights, shift, total, sum))
+           (const struct cpu_tile_sums *l, int32_t r0, int32_t n_rows, int32_t D,
+            const float *weights, const float *shift, float *total, float *sums),
+           (l, r0, n_rows, D, weights, shift, total, sums))
 
-/* n_rows (a constant) rows of 64 columns of the sums at a time. */
-CPU_INLINE void add_strip(int32_t n_rows, int32_t n, int32_t D, const float *w, const float *v,
-                          float *sum)
+/* n_rows (a constant) rows, two panels of them. */
+CPU_INLINE void add_strip(int32_t n_rows, int32_t n, const float *w, const float *v,
+                          float *const *rows, const int32_t *at)
 {
-    vf s[4][4];
+    vf s[4][2];
 #pragma GCC unroll 4
-    for (int32_t r = 0; r < n_rows; r++)
+    for (int32_t r = 0; r < n_rows; r++) {
+        s[r][0] = VF_LOAD(rows[r] + at[0]);
+        s[r][1] = VF_LOAD(rows[r] + at[1]);
+    }
+    for (int32_t j = 0; j < n; j++, v += VEC) {
+        vf v0 = VF_LOAD(v), v1 = VF_LOAD(v + CHUNK_TOKENS * VEC);
 #pragma GCC unroll 4
-        for (int32_t u = 0; u < 4; u++)
-            s[r][u] = VF_LOAD(sum + (size_t)r * D + u * VEC);
-    for (int32_t j = 0; j < n; j++, v += D)
+        for (int32_t r = 0; r < n_rows; r++) {
+            s[r][0] += v0 * w[r * CHUNK_TOKENS + j];
+            s[r][1] += v1 * w[r * CHUNK_TOKENS + j];
+        }
+    }
 #pragma GCC unroll 4
-        for (int32_t r = 0; r < n_rows; r++)
-#pragma GCC unroll 4
-            for (int32_t u = 0; u < 4; u++)
-                s[r][u] += VF_LOAD(v + u * VEC) * w[r * CHUNK_TOKENS + j];
-#pragma GCC unroll 4
-    for (int32_t r = 0; r < n_rows; r++)
-#pragma GCC unroll 4
-        for (int32_t u = 0; u < 4; u++)
-            VF_STORE(sum + (size_t)r * D + u * VEC, s[r][u]);
+    for (int32_t r = 0; r < n_rows; r++) {
+        VF_STORE(rows[r] + at[0], s[r][0]);
+        VF_STORE(rows[r] + at[1], s[r][1]);
+    }
 }
 
-/* sum [n_rows, D] += the first n weights of each row times values [n, D]. */
-CPU_INLINE void add_values_body(int32_t n_rows, int32_t n, int32_t D, const float *weights,
-                                const float *values, float *sum)
+/* sums += the first n weights of each row times values [n, D] in panels. Rows from r0 on. */
+CPU_INLINE void add_values_body(const struct cpu_tile_sums *l, int32_t r0, int32_t n_rows,
+                                int32_t n, int32_t D, const float *weights, const float *values,
+                                float *sums)
 {
-    for (int32_t i = 0; i < D; i += 4 * VEC) {
-        int32_t r = 0;
-        for (; r + 4 <= n_rows; r += 4)
-            add_strip(4, n, D, weights + (size_t)r * CHUNK_TOKENS, values + i,
-                      sum + (size_t)r * D + i);
-        for (; r < n_rows; r++)
-            add_strip(1, n, D, weights + (size_t)r * CHUNK_TOKENS, values + i,
-                      sum + (size_t)r * D + i);
+    int32_t r = r0, end = r0 + n_rows;
+    while (r < end) {
+        int32_t n_strip = end - r >= 4 ? 4 : 1;
+        float *rows[4];
+        for (int32_t i = 0; i < n_strip; i++)
+            rows[i] = sums + cpu_tile_sums_row(l, r + i);
+        const float *w = weights + (size_t)r * CHUNK_TOKENS, *v = values;
+        for (int32_t p = 0; p < D / VEC; p += 2, v += 2 * CHUNK_TOKENS * VEC) {
+            if (n_strip == 4)
+                add_strip(4, n, w, v, rows, l->panel_at + p);
+            else
+                add_strip(1, n, w, v, rows, l->panel_at + p);
+        }
+        r += n_strip;
     }
 }
 CPU_KERNEL(add_values,
-           (int32_t n_rows, int32_t n, int32_t D, const float *weights, const float *values,
-            float *sum),
-           (n_rows, n, D, weights, values, sum))
+           (const struct cpu_tile_sums *l, int32_t r0, int32_t n_rows, int32_t n, int32_t D,
+            const float *weights, const float *values, float *sums),
+           (l, r0, n_rows, n, D, weights, values, sums))
 
 /* o = sum / total / (1 + gate), gate = e^-x. */
-CPU_INLINE void finish_body(int32_t D, float total, const float *sum, const float *gate,
-                            float *o)
+CPU_INLINE void finish_body(const int32_t *panel_at, int32_t D, float total, const float *sum,
+                            const float *gate, float *o)
 {
     float s = 1 / total;
-    for (int32_t i = 0; i < D; i += VEC)
-        VF_STORE(o + i, VF_LOAD(sum + i) * s / (1 + VF_LOAD(gate + i)));
+    for (int32_t p = 0; p < D / VEC; p++)
+        VF_STORE(o + p * VEC, VF_LOAD(sum + panel_at[p]) * s / (1 + VF_LOAD(gate + p * VEC)));
 }
-CPU_KERNEL(finish, (int32_t D, float total, const float *sum, const float *gate, float *o),
-           (D, total, sum, gate, o))
+CPU_KERNEL(finish,
+           (const int32_t *panel_at, int32_t D, float total, const float *sum,
+            const float *gate, float *o),
+           (panel_at, D, total, sum, gate, o))
 
 /* ---- a tile ---- */
 
-static void load_queries(const struct op_attn *a, const struct tile *t, struct tile_scratch *s)
+static void load_queries(const struct attn_run *run, const struct tile *t,
+                         struct tile_scratch *s)
 {
-    int32_t D = a->d.D;
+    const struct op_attn *a = run->a;
+    int32_t D = a->d.D, n_rows = t->n * t->ratio;
     for (int32_t i = 0; i < t->n; i++)
         scale(t->ratio * D, 1 / sqrtf((float)D),
               (const float *)a->p + (size_t)(t->tok + i) * a->d.ld +
                   (size_t)t->i_kv_head * t->ratio * D,
-              s->Q + (size_t)i * t->ratio * D);
-    int32_t n_rows = t->n * t->ratio;
-    memset(s->sum, 0, (size_t)n_rows * D * sizeof(float));
+              s->sums + (size_t)i * t->ratio * D);
+    cpu_tile_pack_rows(run->isa, n_rows, D, s->sums, D, s->queries);
+    size_t n_tiles = (size_t)ceil_div(n_rows, run->sums.tile_rows);
+    memset(s->sums, 0, n_tiles * run->sums.tile_floats * sizeof(float));
     for (int32_t r = 0; r < n_rows; r++) {
         s->max[r] = -INFINITY;
         s->total[r] = 0;
@@ -189,44 +220,48 @@ static void load_queries(const struct op_attn *a, const struct tile *t, struct t
 }
 
 /* Rows r0 .. r0 + n_rows - 1 have new scores, of which the first n count. */
-static void soften(struct tile_scratch *s, int32_t r0, int32_t n_rows, int32_t n, int32_t D)
+static void soften(const struct attn_run *run, struct tile_scratch *s, int32_t r0,
+                   int32_t n_rows, int32_t n)
 {
     float *scores = s->scores + (size_t)r0 * CHUNK_TOKENS;
     raise(n_rows, n, scores, s->max + r0, s->shift + r0);
     cpu_vec_exp(n_rows * CHUNK_TOKENS, scores, scores);
     cpu_vec_exp(n_rows, s->shift + r0, s->shift + r0);
-    carry(n_rows, D, scores, s->shift + r0, s->total + r0, s->sum + (size_t)r0 * D);
+    carry(&run->sums, r0, n_rows, run->a->d.D, s->scores, s->shift, s->total, s->sums);
 }
 
-static void key_block(const struct op_attn *a, const struct tile *t, int32_t pos,
+static void key_block(const struct attn_run *run, const struct tile *t, int32_t pos,
                       struct tile_scratch *s)
 {
+    const struct op_attn *a = run->a;
     int32_t D = a->d.D, P = a->pool->page_tokens, n_rows = t->n * t->ratio;
     int32_t page = a->b->page_table[(size_t)t->seq * a->b->max_pages + pos / P];
-    const float *keys = cpu_key_block_at(&a->d, a->pool, page, t->i_kv_head, pos % P);
-    const float *values = cpu_value_at(&a->d, a->pool, page, t->i_kv_head, pos % P);
+    size_t block = cpu_kv_block(&a->d, a->pool, page, t->i_kv_head, pos % P);
+    const float *values = (const float *)a->pool->v + block;
     bool is_own = pos + CHUNK_TOKENS > t->pos;
     int32_t n_keys = is_own ? t->pos + t->n - pos : CHUNK_TOKENS;
-    cpu_mm(CPU_MM_SET, false, false, n_rows, n_keys, D, s->Q, D, keys, CHUNK_TOKENS, s->scores,
-           CHUNK_TOKENS, s->mm);
+    struct cpu_tile_panels b = cpu_tile_unpack(run->isa, ceil_div(n_keys, PANEL), D,
+                                               (const float *)a->pool->k + block, s->panels);
+    cpu_tile_multiply(run->isa, n_rows, s->queries, &b, s->scores, CHUNK_TOKENS);
     if (!is_own) {
-        soften(s, 0, n_rows, CHUNK_TOKENS, D);
-        cpu_mm(CPU_MM_ADD, false, false, n_rows, D, CHUNK_TOKENS, s->scores, CHUNK_TOKENS,
-               values, D, s->sum, D, s->mm);
+        soften(run, s, 0, n_rows, CHUNK_TOKENS);
+        cpu_tile_pack_rows(run->isa, n_rows, CHUNK_TOKENS, s->scores, CHUNK_TOKENS, s->weights);
+        b = cpu_tile_unpack(run->isa, D / PANEL, CHUNK_TOKENS, values, s->panels);
+        cpu_tile_accumulate(run->isa, n_rows, s->weights, &b, s->sums);
         return;
     }
     for (int32_t i = 0; i < t->n; i++) {
         int32_t r0 = i * t->ratio, n = t->pos + i + 1 - pos;
-        soften(s, r0, t->ratio, n, D);
-        add_values(t->ratio, n, D, s->scores + (size_t)r0 * CHUNK_TOKENS, values,
-                   s->sum + (size_t)r0 * D);
+        soften(run, s, r0, t->ratio, n);
+        add_values(&run->sums, r0, t->ratio, n, D, s->scores, values, s->sums);
     }
 }
 
 /* o = sum / total * sigmoid(gate). */
-static void store_outputs(const struct op_attn *a, const struct tile *t,
+static void store_outputs(const struct attn_run *run, const struct tile *t,
                           const struct tile_scratch *s)
 {
+    const struct op_attn *a = run->a;
     int32_t D = a->d.D, HQ = a->d.HQ;
     float gate[ATTN_DIM_MAX];
     for (int32_t i = 0; i < t->n; i++)
@@ -235,7 +270,8 @@ static void store_outputs(const struct op_attn *a, const struct tile *t,
             int32_t r = i * t->ratio + j;
             scale(D, -1, (const float *)a->p + tok * a->d.ld + (size_t)HQ * D + head, gate);
             cpu_vec_exp(D, gate, gate);
-            finish(D, s->total[r], s->sum + (size_t)r * D, gate,
+            finish(run->sums.panel_at, D, s->total[r],
+                   s->sums + cpu_tile_sums_row(&run->sums, r), gate,
                    (float *)a->o + tok * HQ * D + head);
         }
 }
@@ -279,10 +315,12 @@ static void attn_item(void *arg, int64_t item, int32_t thread)
     const struct attn_run *r = arg;
     struct tile_scratch *s = &r->scratch[thread];
     struct tile t = find_tile(r, item);
-    load_queries(r->a, &t, s);
+    cpu_tile_enter(r->isa, t.n * t.ratio);
+    load_queries(r, &t, s);
     for (int32_t pos = 0; pos < t.pos + t.n; pos += CHUNK_TOKENS)
-        key_block(r->a, &t, pos, s);
-    store_outputs(r->a, &t, s);
+        key_block(r, &t, pos, s);
+    store_outputs(r, &t, s);
+    cpu_tile_leave(r->isa);
 }
 
 void cpu_attn(struct backend *b, const struct op_attn *a)
@@ -291,12 +329,14 @@ void cpu_attn(struct backend *b, const struct op_attn *a)
     int32_t n_threads = cpu_pool_threads(pool);
     size_t bytes;
     uintptr_t at = (uintptr_t)cpu_impl_workspace(b, &bytes);
-    struct attn_run r = {.a = a, .tile_tokens = CHUNK_TOKENS};
+    const struct cpu_gemm_isa *isa = cpu_pool_gemm(pool)->isa;
+    struct attn_run r = {.a = a, .isa = isa, .tile_tokens = CHUNK_TOKENS};
+    r.sums = cpu_tile_sums_layout(isa, a->d.D / PANEL);
     while (r.tile_tokens * (a->d.HQ / a->d.HK) > TILE_ROWS)
         r.tile_tokens /= 2;
-    r.scratch = cpu_carve(&at, scratch_bytes(n_threads));
+    r.scratch = carve_threads(&at, n_threads);
     for (int32_t i = 0; i < n_threads; i++)
-        r.scratch[i].mm = cpu_carve(&at, mm_bytes());
+        carve_scratch(&at, &r.scratch[i]);
     r.tile_first = (int32_t *)at;
     int32_t n_tiles = 0;
     for (int32_t n = 0; n < a->b->n_seqs; n++) {

@@ -40,11 +40,12 @@ static void prep_token(const struct op_attn_prep *a, int32_t n, int32_t t)
     for (int32_t h = 0; h < d->HK; h++) {
         float key[ATTN_DIM_MAX];
         norm_rotate(a, a->k_norm, &g, k + (size_t)h * D, key);
-        float *column = cpu_key_block_at(d, a->pool, page, h, pos % P) + pos % P % CHUNK_TOKENS;
+        float *to = cpu_key_at(d, a->pool, page, h, pos % P);
         for (int32_t i = 0; i < D; i++)
-            column[(size_t)i * CHUNK_TOKENS] = key[i];
-        memcpy(cpu_value_at(d, a->pool, page, h, pos % P), v + (size_t)h * D,
-               (size_t)D * sizeof(float));
+            to[i * 16] = key[i];
+        to = cpu_value_at(d, a->pool, page, h, pos % P);
+        for (int32_t i = 0; i < D; i += 16)
+            memcpy(to + (size_t)i * CHUNK_TOKENS, v + (size_t)h * D + i, 16 * sizeof(float));
     }
 }
 

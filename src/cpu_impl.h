@@ -63,20 +63,30 @@ static inline float *cpu_conv_at(const struct gdn_dims *d, const struct state_po
     return (float *)p->conv + (size_t)slot * 3 * d->conv_dim;
 }
 
-/* Keys of 64 positions of a page: [D, 64], transposed, so that scores are a plain product. */
-static inline float *cpu_key_block_at(const struct attn_dims *d, const struct kv_pool *p,
-                                      int32_t page, int32_t i_head, int32_t i_pos)
-{
-    size_t head = (size_t)page * d->HK + i_head;
-    return (float *)p->k + (head * p->page_tokens + i_pos / CHUNK_TOKENS * CHUNK_TOKENS) * d->D;
-}
-
-/* Values of a page from position i_pos on: [.., D]. */
-static inline float *cpu_value_at(const struct attn_dims *d, const struct kv_pool *p,
+/* Keys and values lie in blocks of 64 positions of a page and head, each as panels of 16 columns
+ * (cpu_tile.h): keys as [D, 64], so that scores are a plain product, in panels of [D][16];
+ * values as [64, D] in panels of [64][16]. */
+static inline size_t cpu_kv_block(const struct attn_dims *d, const struct kv_pool *p,
                                   int32_t page, int32_t i_head, int32_t i_pos)
 {
     size_t head = (size_t)page * d->HK + i_head;
-    return (float *)p->v + (head * p->page_tokens + i_pos) * d->D;
+    return (head * p->page_tokens + i_pos / CHUNK_TOKENS * CHUNK_TOKENS) * d->D;
+}
+
+/* Dim 0 of the key of a position; dim i is 16 i further on. */
+static inline float *cpu_key_at(const struct attn_dims *d, const struct kv_pool *p,
+                                int32_t page, int32_t i_head, int32_t i_pos)
+{
+    int32_t j = i_pos % CHUNK_TOKENS;
+    return (float *)p->k + cpu_kv_block(d, p, page, i_head, i_pos) + j / 16 * 16 * d->D +
+           j % 16;
+}
+
+/* Dims 0 to 15 of the value of a position; the next 16 are 64 x 16 further on. */
+static inline float *cpu_value_at(const struct attn_dims *d, const struct kv_pool *p,
+                                  int32_t page, int32_t i_head, int32_t i_pos)
+{
+    return (float *)p->v + cpu_kv_block(d, p, page, i_head, i_pos) + i_pos % CHUNK_TOKENS * 16;
 }
 
 /* ---- rows, on the calling thread (cpu_norm.c) ---- */

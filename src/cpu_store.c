@@ -124,11 +124,13 @@ int cpu_kv_read(struct backend *b, const struct attn_dims *d, const struct kv_po
     for (int32_t h = 0; h < d->HK; h++)
         for (int32_t t = 0; t < n_tokens; t++) {
             int32_t page = pages[t / p->page_tokens], at = t % p->page_tokens;
-            const float *block = cpu_key_block_at(d, p, page, h, at);
+            const float *key = cpu_key_at(d, p, page, h, at);
+            const float *value = cpu_value_at(d, p, page, h, at);
             size_t row = ((size_t)h * n_tokens + t) * d->D;
-            for (int32_t i = 0; i < d->D; i++)
-                k[row + i] = block[(size_t)i * CHUNK_TOKENS + at % CHUNK_TOKENS];
-            memcpy(v + row, cpu_value_at(d, p, page, h, at), (size_t)d->D * sizeof(float));
+            for (int32_t i = 0; i < d->D; i++) {
+                k[row + i] = key[i * 16];
+                v[row + i] = value[i / 16 * 16 * CHUNK_TOKENS + i % 16];
+            }
         }
     return 0;
 }
@@ -142,11 +144,13 @@ int cpu_kv_write(struct backend *b, const struct attn_dims *d, const struct kv_p
     for (int32_t h = 0; h < d->HK; h++)
         for (int32_t t = 0; t < n_tokens; t++) {
             int32_t page = pages[t / p->page_tokens], at = t % p->page_tokens;
-            float *block = cpu_key_block_at(d, p, page, h, at);
+            float *key = cpu_key_at(d, p, page, h, at),
+                  *value = cpu_value_at(d, p, page, h, at);
             size_t row = ((size_t)h * n_tokens + t) * d->D;
-            for (int32_t i = 0; i < d->D; i++)
-                block[(size_t)i * CHUNK_TOKENS + at % CHUNK_TOKENS] = k[row + i];
-            memcpy(cpu_value_at(d, p, page, h, at), v + row, (size_t)d->D * sizeof(float));
+            for (int32_t i = 0; i < d->D; i++) {
+                key[i * 16] = k[row + i];
+                value[i / 16 * 16 * CHUNK_TOKENS + i % 16] = v[row + i];
+            }
         }
     return 0;
 }

@@ -2,6 +2,8 @@
  * bit; the faults of gdn.md 4 that concern it by their numbers. */
 #include <criterion/criterion.h>
 
+#include "cpu_gemm.h"
+#include "cpu_impl.h"
 #include "cpu_ops.h"
 
 /* A score is a sum of D = 256 products with partial sums of a few units: 16 u by random walk;
@@ -45,12 +47,17 @@ static struct layer layer_make(struct rng *r, struct attn_dims d, int32_t n,
     return w;
 }
 
+/* The kernels of the products of every test from here on; NULL: the machine's best. */
+static const char *kernels;
+
 static void open_for(struct backend *b, const struct layer *w, int32_t n_threads,
                      int32_t max_tokens, int32_t max_seqs)
 {
     struct backend_limits l = {
         .max_tokens = max_tokens, .max_seqs = max_seqs, .max_rows = 1, .HQ = w->d.HQ};
     open_cpu(b, n_threads, &l);
+    if (kernels)
+        cpu_gemm_select(cpu_impl_pool(b), kernels);
 }
 
 /* Every page NaN, tables over a shuffle of them. */
@@ -250,12 +257,17 @@ Test(attn, shapes_against_f64)
 {
     int32_t lens[] = {130, 20, 300}, edges[] = {1, 63, 64, 65, 127, 0, 128, 129},
             many[] = {1, 2, 3, 1, 2, 3, 1, 1};
-    check_batch(1, dims_of(8, 2, 256, 64), 64, 3, lens);
-    check_batch(2, dims_of(4, 2, 256, 64), 128, 8, edges);
-    check_batch(3, dims_of(3, 1, 128, 32), 192, 8, edges);
-    check_batch(4, dims_of(2, 2, 64, 64), 64, 8, many);
-    /* 16 query heads to a KV head: tiles of 16 tokens. */
-    check_batch(5, dims_of(16, 1, 64, 16), 64, 3, lens);
+    for (int i = 0; i < cpu_gemm_n_isas; i++) {
+        if (!cpu_gemm_isas[i]->is_available())
+            continue;
+        kernels = cpu_gemm_isas[i]->name;
+        check_batch(1, dims_of(8, 2, 256, 64), 64, 3, lens);
+        check_batch(2, dims_of(4, 2, 256, 64), 128, 8, edges);
+        check_batch(3, dims_of(3, 1, 128, 32), 192, 8, edges);
+        check_batch(4, dims_of(2, 2, 64, 64), 64, 8, many);
+        /* 16 query heads to a KV head: tiles of 16 tokens. */
+        check_batch(5, dims_of(16, 1, 64, 16), 64, 3, lens);
+    }
 }
 
 /* Angles of large positions are f32 products too. */
@@ -378,6 +390,8 @@ Test(attn, fault_31_random_schedules)
     struct rng r = {seed};
     int32_t n_compared = 0, ratios[] = {1, 4, 3, 16};
     for (int round = 0; round < 4; round++) {
+        const struct cpu_gemm_isa *isa = cpu_gemm_isas[round % cpu_gemm_n_isas];
+        kernels = isa->is_available() ? isa->name : NULL;
         int32_t lens[5], n = 1 + rng_int(&r, 5);
         for (int32_t i = 0; i < n; i++)
             lens[i] = 1 + rng_int(&r, i % 2 ? 70 : 400);
