@@ -11,7 +11,7 @@
 
 #include "cuda_impl.h"
 
-enum { GEMM_CANDIDATES = 8, GEMM_REPEATS = 3, GEMM_SAMPLES = 3 };
+enum { GEMM_CANDIDATES = 16, GEMM_REPEATS = 3, GEMM_SAMPLES = 3 };
 
 /* ---- the library ---- */
 
