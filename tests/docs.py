@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
 """Every option that `prefilld --help` prints stands, with its default, in the README's table, in
-the man pages and in the sample file; and they have none that it lacks. TAP."""
+the man pages and in the sample file; and they have none that it lacks. The README's example of
+logprobs and its program give what it says. TAP."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+
+from e2e import Daemon
 
 SRCDIR = os.environ.get("SRCDIR", ".")
 BUILDDIR = os.environ.get("BUILDDIR", ".")
@@ -84,6 +88,30 @@ def compare(where, found, wanted):
           f"missing {sorted(set(wanted) - set(found))}\nstale {sorted(set(found) - set(wanted))}")
 
 
+def check_examples():
+    readme = read("README.md")
+    lines = re.findall(r'^ {4}("prompt_(?:token_ids|logprobs)": \[.*?\]|"prompt_top": \[.*?\]\]),',
+                       readme, re.M | re.S)
+    said = json.loads("{" + ",".join(lines) + "}")
+    program = re.search(r"```python\n(.*?)```\n\nIt prints ([\d.]+) and ([\d.]+) and `(.*?)`",
+                        readme, re.S)
+    with Daemon() as daemon:
+        answer = daemon.prefill(prompt="In the beginning", logprobs="all", top_logprobs=2,
+                                return_token_ids=True).json()
+        got = {name: answer[name] for name in said}
+        # Logarithms of another CPU differ in their last digits.
+        rounded = [json.loads(json.dumps(x), parse_float=lambda v: round(float(v), 4))
+                   for x in (said, got)]
+        check(len(said) == 3 and rounded[0] == rounded[1], "README.md's logprobs are the daemon's",
+              f"{said}\n{got}")
+        text = program[1].replace("127.0.0.1:8080", daemon.address)
+        ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+        printed = [line.split()[0] for line in ran.stdout.splitlines()]
+        check(text != program[1] and printed == [program[2], program[3], program[4].strip()],
+              "README.md's program prints what is said", ran)
+        daemon.stop()
+
+
 def main():
     keys, line_only = help_options()
     check(len(keys) > 10 and len(line_only) == 4, "prefilld --help lists options",
@@ -123,6 +151,7 @@ def main():
         # Pages that are not installed yet are not found.
         lint = [line for line in lint.splitlines() if "referenced manual not found" not in line]
         check(not lint, f"mandoc finds nothing in {page}", "\n".join(lint))
+    check_examples()
     print(f"1..{count}")
     return failed != 0
 
