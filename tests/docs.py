@@ -88,6 +88,17 @@ def compare(where, found, wanted):
           f"missing {sorted(set(wanted) - set(found))}\nstale {sorted(set(found) - set(wanted))}")
 
 
+def alike(a, b):
+    """Equal, but for the last digits of logarithms, which another CPU computes otherwise."""
+    if isinstance(a, float) and isinstance(b, float):
+        return abs(a - b) < 1e-4
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(alike(a[k], b[k]) for k in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return a == b
+
+
 def check_examples():
     readme = read("README.md")
     lines = re.findall(r'^ {4}("prompt_(?:token_ids|logprobs)": \[.*?\]|"prompt_top": \[.*?\]\]),',
@@ -99,15 +110,13 @@ def check_examples():
         answer = daemon.prefill(prompt="In the beginning", logprobs="all", top_logprobs=2,
                                 return_token_ids=True).json()
         got = {name: answer[name] for name in said}
-        # Logarithms of another CPU differ in their last digits.
-        rounded = [json.loads(json.dumps(x), parse_float=lambda v: round(float(v), 4))
-                   for x in (said, got)]
-        check(len(said) == 3 and rounded[0] == rounded[1], "README.md's logprobs are the daemon's",
+        check(len(said) == 3 and alike(said, got), "README.md's logprobs are the daemon's",
               f"{said}\n{got}")
         text = program[1].replace("127.0.0.1:8080", daemon.address)
         ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
         printed = [line.split()[0] for line in ran.stdout.splitlines()]
-        check(text != program[1] and printed == [program[2], program[3], program[4].strip()],
+        check(text != program[1] and len(printed) == 3 and printed[2] == program[4].strip()
+              and all(abs(float(printed[i]) / float(program[i + 2]) - 1) < 1e-3 for i in (0, 1)),
               "README.md's program prints what is said", ran)
         daemon.stop()
 
