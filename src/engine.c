@@ -1,5 +1,3 @@
-#include "engine.h"
-
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -7,49 +5,16 @@
 #include <unistd.h>
 
 #include "config.h"
+#include "engine_impl.h"
 #include "log.h"
-#include "pages.h"
-#include "rate.h"
-#include "slots.h"
-#include "step.h"
 
 /* Tokens a microsecond, until a step has ended. */
 #define UNKNOWN_RATE 1e-3
 
 enum {
-    STEPS_IN_FLIGHT = 2,
     TAKE_MAX = 256,        /* arrivals a turn */
     IDLE_WAIT_US = 500000, /* an idle tick: /health sees a live engine */
     FLIGHT_WAIT_US = 100,  /* nothing to launch while a step runs: look for arrivals */
-};
-
-struct engine {
-    struct model *model;
-    struct queue *queue;
-    struct metrics *metrics;
-    struct sched *sched;
-    struct slots slots;
-    struct pages pages;
-    struct step steps[STEPS_IN_FLIGHT];
-    struct trace_step traces[STEPS_IN_FLIGHT]; /* of the same steps */
-    struct trace trace;
-    int32_t i_oldest, n_in_flight;
-    int64_t step_number;
-    int64_t last_end_us;
-    struct rate rate;      /* of ended steps */
-    struct request *first; /* every request the engine holds */
-    int32_t n_held, n_admitted;
-    int64_t admitted_left;    /* tokens of admitted requests not yet computed */
-    struct sched_piece *plan; /* [max_seqs] */
-    bool shuffle;
-    uint64_t shuffle_state;
-    bool is_lost;
-    int32_t n_cancels_seen;
-    atomic_int n_cancels; /* raised by engine_cancel */
-    atomic_int n_alive;   /* requests the engine holds; for engine_drain */
-    atomic_bool stopping;
-    pthread_t thread;
-    bool has_thread;
 };
 
 static bool engine_goes_on(void *arg);
@@ -116,147 +81,6 @@ void engine_close(struct engine *en)
     if (en->model)
         model_set_goes_on(en->model, NULL, NULL);
     free(en);
-}
-
-/* ---- pools ---- */
-
-static uint64_t engine_random(struct engine *en)
-{
-    en->shuffle_state = en->shuffle_state * 6364136223846793005u + 1442695040888963407u;
-    return en->shuffle_state >> 33;
-}
-
-/* Tests: the next slots and pages come in another order. */
-static void engine_shuffle(struct engine *en)
-{
-    int32_t *lists[] = {en->slots.free_list, en->pages.free_list};
-    int32_t counts[] = {en->slots.n_free, en->pages.n_free};
-    for (int l = 0; l < 2; l++) {
-        for (int32_t i = counts[l] - 1; i > 0; i--) {
-            int32_t j = (int32_t)(engine_random(en) % (uint64_t)(i + 1));
-            int32_t keep = lists[l][i];
-            lists[l][i] = lists[l][j];
-            lists[l][j] = keep;
-        }
-    }
-}
-
-static void engine_admit(struct engine *en, struct request *r)
-{
-    if (en->shuffle)
-        engine_shuffle(en);
-    r->slot = slots_alloc(&en->slots);
-    int rc = pages_alloc(&en->pages, r->item.n_pages, r->pages);
-    if (r->slot < 0 || rc != 0) {
-        /* The plan counted them; running out here would mix up two requests' states. */
-        log_error("id=%s event=pool_miscount slot=%d pages=%d", r->id, r->slot,
-                  r->item.n_pages);
-        abort();
-    }
-    r->n_pages = r->item.n_pages;
-    en->n_admitted++;
-    en->admitted_left += r->n_ids;
-    queue_leave(en->queue, 1, r->n_ids);
-}
-
-/* wipe: a fault left numbers there that must not be met again, whatever the build. */
-static void engine_release(struct engine *en, struct request *r, bool wipe)
-{
-    if (r->slot < 0)
-        return;
-    if (PREFILLD_POISON || wipe)
-        model_poison_slot(en->model, r->slot);
-    slots_free(&en->slots, r->slot);
-    r->slot = -1;
-    for (int32_t i = 0; i < r->n_pages; i++) {
-        bool is_freed;
-        int32_t page = r->pages[i];
-        pages_unhold(&en->pages, page, &is_freed);
-        if (is_freed && (PREFILLD_POISON || wipe))
-            model_poison_page(en->model, page);
-    }
-    r->n_pages = 0;
-    en->n_admitted--;
-}
-
-static void engine_publish_metrics(struct engine *en)
-{
-    struct metrics_pools p = {.slots_free = en->slots.n_free,
-                              .slots_held = en->slots.n_held,
-                              .slots_cached = en->slots.n_cached,
-                              .pages_free = en->pages.n_free,
-                              .pages_held = en->pages.n_held,
-                              .pages_cached = en->pages.n_cached,
-                              .requests_running = en->n_admitted,
-                              .requests_waiting = queue_n_waiting(en->queue)};
-    metrics_set_pools(en->metrics, &p);
-    atomic_store(&en->metrics->backlog_tokens,
-                 queue_waiting_tokens(en->queue) + en->admitted_left);
-}
-
-/* ---- the one way out ---- */
-
-static void engine_unlink(struct engine *en, struct request *r)
-{
-    if (r->prev)
-        r->prev->next = r->next;
-    else
-        en->first = r->next;
-    if (r->next)
-        r->next->prev = r->prev;
-    r->prev = r->next = NULL;
-    en->n_held--;
-}
-
-static void engine_observe(struct metrics *m, const struct request *r)
-{
-    atomic_fetch_add(&m->prompt_tokens, r->n_prompt);
-    histogram_add(&m->queue_us, r->started_us - r->arrival_us);
-    histogram_add(&m->prefill_us, r->prompt_us - r->started_us);
-    histogram_add(&m->first_us, r->prompt_us - r->arrival_us);
-    histogram_add(&m->total_us, r->ended_us - r->arrival_us);
-    histogram_add(&m->prompt_sizes, r->n_prompt);
-}
-
-/* Ends r, from whatever state it is in: takes it out of the scheduler, gives back all it holds,
- * hands it to its owner. With pieces in flight the rest happens when the last of them ends. */
-static void engine_end_request(struct engine *en, struct request *r, enum outcome outcome,
-                               const char *why)
-{
-    if (!r->is_ending) {
-        sched_remove(en->sched, &r->item);
-        r->outcome = outcome;
-        errmsg_set(&r->error, 0, "%s", why);
-        r->is_ending = true;
-        if (r->slot < 0)
-            queue_leave(en->queue, 1, r->n_ids);
-        else
-            en->admitted_left -= r->n_ids - r->n_computed;
-    }
-    if (r->n_in_flight > 0)
-        return;
-    engine_release(en, r, r->outcome == OUTCOME_ERROR);
-    engine_unlink(en, r);
-    r->ended_us = request_now_us();
-    if (r->outcome == OUTCOME_OK)
-        engine_observe(en->metrics, r);
-    if (en->n_held == 0 && (en->slots.n_held || en->pages.n_held || en->admitted_left))
-        log_error("event=leak slots_held=%d pages_held=%d tokens_left=%lld", en->slots.n_held,
-                  en->pages.n_held, (long long)en->admitted_left);
-    /* Before the owner hears of it: who has the answer sees the pools without it. */
-    engine_publish_metrics(en);
-    r->done(r, r->done_arg);
-    request_unref(r);
-    atomic_fetch_sub(&en->n_alive, 1);
-}
-
-static void engine_end_all(struct engine *en, const char *why)
-{
-    struct request *next;
-    for (struct request *r = en->first; r; r = next) {
-        next = r->next;
-        engine_end_request(en, r, OUTCOME_ERROR, why);
-    }
 }
 
 /* ---- a turn ---- */

@@ -1,0 +1,56 @@
+/* Inside of engine*.c: the engine's state, and what its parts call of each other. Engine thread
+ * only, but for the atomics. */
+#ifndef PREFILLD_ENGINE_IMPL_H
+#define PREFILLD_ENGINE_IMPL_H
+
+#include <pthread.h>
+
+#include "engine.h"
+#include "pages.h"
+#include "rate.h"
+#include "slots.h"
+#include "step.h"
+
+enum { STEPS_IN_FLIGHT = 2 };
+
+struct engine {
+    struct model *model;
+    struct queue *queue;
+    struct metrics *metrics;
+    struct sched *sched;
+    struct slots slots;
+    struct pages pages;
+    struct step steps[STEPS_IN_FLIGHT];
+    struct trace_step traces[STEPS_IN_FLIGHT]; /* of the same steps */
+    struct trace trace;
+    int32_t i_oldest, n_in_flight;
+    int64_t step_number;
+    int64_t last_end_us;
+    struct rate rate;      /* of ended steps */
+    struct request *first; /* every request the engine holds */
+    int32_t n_held, n_admitted;
+    int64_t admitted_left;    /* tokens of admitted requests not yet computed */
+    struct sched_piece *plan; /* [max_seqs] */
+    bool shuffle;
+    uint64_t shuffle_state;
+    bool is_lost;
+    int32_t n_cancels_seen;
+    atomic_int n_cancels; /* raised by engine_cancel */
+    atomic_int n_alive;   /* requests the engine holds; for engine_drain */
+    atomic_bool stopping;
+    pthread_t thread;
+    bool has_thread;
+};
+
+/* ---- engine_end.c: what a request holds, and the one way out ---- */
+
+/* Takes the slot and the pages that the plan counted for r. */
+void engine_admit(struct engine *en, struct request *r);
+void engine_publish_metrics(struct engine *en);
+/* Ends r, from whatever state it is in: takes it out of the scheduler, gives back all it holds,
+ * hands it to its owner. With pieces in flight the rest happens when the last of them ends. */
+void engine_end_request(struct engine *en, struct request *r, enum outcome outcome,
+                        const char *why);
+void engine_end_all(struct engine *en, const char *why);
+
+#endif
