@@ -79,6 +79,7 @@ Test(conf, defaults_are_the_documented_ones)
     cr_assert(c.load == CONF_LOAD_FILE && c.dummy_seed == 0);
     cr_assert(c.log_level == LOG_LEVEL_INFO && c.policy == SCHED_SHORT_FIRST);
     cr_assert(c.max_step_tokens == 8192 && c.max_seqs == 256 && c.max_prompt_tokens == 0);
+    cr_assert(c.max_decode_share == 500);
     cr_assert(c.queue_length == 1024 && c.kv_tokens == 0 && c.state_slots == 0);
     cr_assert(c.page_tokens == 64 && c.cpu_threads == 0 && c.workers == 2);
     cr_assert(c.max_body_bytes == 64ll * 1024 * 1024 && c.max_connections == 4096);
@@ -104,11 +105,12 @@ Test(conf, every_option_reaches_its_member)
 
     cr_assert(parse("--model m --max-step-tokens 64 --max-seqs 3 --max-prompt-tokens 4 "
                     "--queue-length 5 --kv-tokens 6 --state-slots 8 --page-tokens 128 "
-                    "--cpu-threads 9 --workers 10 --cuda-device 3 --gpu-memory 0.5") == 0);
+                    "--cpu-threads 9 --workers 10 --cuda-device 3 --gpu-memory 0.5 "
+                    "--max-decode-share 0.25") == 0);
     cr_assert(c.max_step_tokens == 64 && c.max_seqs == 3 && c.max_prompt_tokens == 4);
     cr_assert(c.queue_length == 5 && c.kv_tokens == 6 && c.state_slots == 8);
     cr_assert(c.page_tokens == 128 && c.cpu_threads == 9 && c.workers == 10);
-    cr_assert(c.cuda_device == 3 && c.gpu_memory == 500);
+    cr_assert(c.cuda_device == 3 && c.gpu_memory == 500 && c.max_decode_share == 250);
 
     cr_assert(parse("--model m --max-body-bytes 11 --max-connections 12 --header-timeout-s 13 "
                     "--body-timeout-s 14 --idle-timeout-s 15 --drain-s 0 --stall-s 17 "
@@ -373,5 +375,5 @@ Test(conf, help_shows_every_row_within_the_width)
         n_options += strncmp(line, "  --", 4) == 0;
     }
     fclose(f);
-    cr_assert(n_options == 32, "%d options: count anew, and extend the tests above", n_options);
+    cr_assert(n_options == 33, "%d options: count anew, and extend the tests above", n_options);
 }
