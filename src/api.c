@@ -6,6 +6,7 @@
 #include <strings.h>
 
 #include "api_error.h"
+#include "api_group.h"
 #include "api_priv.h"
 #include "file.h"
 #include "log.h"
@@ -21,20 +22,22 @@ enum {
 struct route {
     const char *method, *path;
     bool when_loading; /* answered before the model is there */
+    bool counts;       /* needs the engine: its end is an outcome in the metrics */
     void (*run)(struct api *a, struct exchange *x);
 };
 
 static const struct route routes[] = {
-    {"POST", "/v1/prefill", false, api_prefill},
-    {"GET", "/v1/models", false, api_models},
-    {"GET", "/v1/trace", false, api_trace},
-    {"GET", "/health", true, api_health},
-    {"GET", "/ready", true, api_ready},
-    {"GET", "/version", true, api_version},
-    {"GET", "/metrics", true, api_metrics},
-    {"POST", "/tokenize", false, api_tokenize},
-    {"POST", "/detokenize", false, api_detokenize},
-    {"GET", "/tokenizer_info", false, api_tokenizer_info},
+    {"POST", "/v1/prefill", false, true, api_prefill},
+    {"POST", "/v1/completions", false, true, api_completions},
+    {"GET", "/v1/models", false, false, api_models},
+    {"GET", "/v1/trace", false, false, api_trace},
+    {"GET", "/health", true, false, api_health},
+    {"GET", "/ready", true, false, api_ready},
+    {"GET", "/version", true, false, api_version},
+    {"GET", "/metrics", true, false, api_metrics},
+    {"POST", "/tokenize", false, false, api_tokenize},
+    {"POST", "/detokenize", false, false, api_detokenize},
+    {"GET", "/tokenizer_info", false, false, api_tokenizer_info},
 };
 
 static const struct route *find_route(const char *path)
@@ -51,10 +54,11 @@ static bool takes_method(const struct route *r, const char *method)
            (strcmp(r->method, "GET") == 0 && strcmp(method, "HEAD") == 0);
 }
 
-static bool is_prefill(const struct exchange *x)
+/* Does x's end count in the metrics? */
+static bool is_counted(const struct exchange *x)
 {
-    return strcmp(exchange_path(x), "/v1/prefill") == 0 &&
-           strcmp(exchange_method(x), "POST") == 0;
+    const struct route *r = find_route(exchange_path(x));
+    return r && r->counts && strcmp(exchange_method(x), "POST") == 0;
 }
 
 /* ---- keys ---- */
@@ -320,8 +324,8 @@ void api_admit(void *arg, struct exchange *x)
     if (status == 405)
         exchange_add_header(x, "Allow",
                             strcmp(r->method, "GET") == 0 ? "GET, HEAD" : r->method);
-    if (is_prefill(x))
-        api_prefill_refused(a, x, status);
+    if (is_counted(x))
+        api_count_refused(a, x, status);
     api_error(a, x, status, NULL, message);
 }
 
@@ -346,8 +350,8 @@ void api_handle(void *arg, struct exchange *x)
 
 void api_refused(void *arg, const struct exchange *x, int status)
 {
-    if (is_prefill(x))
-        api_prefill_refused(arg, x, status);
+    if (is_counted(x))
+        api_count_refused(arg, x, status);
     else
         log_debug("id=%s status=%d", exchange_id(x), status);
 }

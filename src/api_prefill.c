@@ -1,107 +1,33 @@
 /* POST /v1/prefill: a body becomes a request, a finished request an answer. */
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-#include "api_priv.h"
+#include "api_group.h"
 #include "backend.h"
-#include "log.h"
 
-enum {
-    DEFAULT_TOP = 5,
-    MAX_DEADLINE_MS = 86400000,
-    MAX_PRIORITY = SCHED_MAX_PRIORITY,
-    /* A text that is too long is counted to its end, so that the refusal can say how long it is,
-     * unless it has more bytes than these and these for each accepted token (prose has 4). */
-    COUNT_BYTES = 1 << 20,
-    COUNT_BYTES_A_TOKEN = 16
-};
+enum { DEFAULT_TOP = 5 };
 
 static const char *const fields[] = {
     "prompt",   "model",       "logprobs",   "top_logprobs",
     "priority", "deadline_ms", "request_id", "return_token_ids",
     "session",  "fork",        "keep",       NULL};
 
-/* What the exchange remembers until its answer. */
 struct call {
-    struct api *api;
-    struct request *request; /* a reference */
+    struct group group;
     bool with_ids;
 };
 
 /* The question, as it is read from the body. */
 struct question {
-    int32_t *ids; /* owned until request_new takes it */
-    int32_t n_ids;
+    struct prompt prompt; /* owned until group_add takes its ids */
+    struct api_common common;
     enum logprobs_mode mode;
-    int64_t n_top, priority, deadline_ms; /* deadline_ms 0: none */
+    int64_t n_top;
     bool with_ids;
 };
 
-/* ---- one line for each request, and its count ---- */
-
-static void finish_line(struct api *a, const struct exchange *x, int status, enum outcome o,
-                        const struct request *r)
-{
-    metrics_count(a->metrics, o);
-    if (!r) {
-        log_info(
-            "id=%s status=%d outcome=%s tokens=0 cached=0 pieces=0 queue_ms=0 prefill_ms=0",
-            exchange_id(x), status, outcome_name(o));
-        return;
-    }
-    int64_t started_us = r->started_us ? r->started_us : r->ended_us;
-    log_info("id=%s status=%d outcome=%s tokens=%d cached=%d pieces=%d queue_ms=%.1f "
-             "prefill_ms=%.1f",
-             exchange_id(x), status, outcome_name(o), r->n_ids, r->n_cached, r->n_pieces,
-             (double)(started_us - r->arrival_us) / 1e3,
-             (double)(r->ended_us - started_us) / 1e3);
-}
-
-void api_prefill_refused(struct api *a, const struct exchange *x, int status)
-{
-    enum outcome o = status == 503   ? OUTCOME_OVERLOAD
-                     : status >= 500 ? OUTCOME_ERROR
-                                     : OUTCOME_INVALID;
-    finish_line(a, x, status, o, NULL);
-}
-
-/* Refused before it was queued. */
-static void refuse(struct api *a, struct exchange *x, int status, const char *param,
-                   const char *message)
-{
-    api_prefill_refused(a, x, status);
-    api_error(a, x, status, param, message);
-}
-
-/* The client has gone: nobody reads an answer. */
-static void drop(struct api *a, struct exchange *x, const struct request *r)
-{
-    struct buf none;
-    buf_init(&none);
-    finish_line(a, x, 0, OUTCOME_CANCELLED, r);
-    api_reply(x, 200, &none);
-}
-
 /* ---- reading the body ---- */
-
-static int read_request_id(struct exchange *x, const json_t *root, struct json_error *e)
-{
-    const char *id = NULL;
-    size_t len;
-    int rc = json_get_string(root, "request_id", &id, &len, e);
-    if (rc != 0 || !id)
-        return rc;
-    if (!exchange_id_is_valid(id, len))
-        return json_fail(
-            e, ERR_INVALID, "request_id",
-            "request_id has %zu characters or some that are not visible ASCII; 1 to "
-            "%d visible ASCII characters are accepted",
-            len, HTTP_ID_MAX);
-    exchange_set_id(x, id);
-    return 0;
-}
 
 static int read_mode(const json_t *root, enum logprobs_mode *mode, struct json_error *e)
 {
@@ -140,172 +66,75 @@ static int read_options(const json_t *root, struct question *q, struct json_erro
     if (rc == 0)
         rc = json_get_int(root, "top_logprobs", 0, TOP_MAX, &q->n_top, e);
     if (rc == 0)
-        rc = json_get_int(root, "priority", -MAX_PRIORITY, MAX_PRIORITY, &q->priority, e);
-    if (rc == 0)
-        rc = json_get_int(root, "deadline_ms", 1, MAX_DEADLINE_MS, &q->deadline_ms, e);
-    if (rc == 0)
         rc = json_get_bool(root, "return_token_ids", &q->with_ids, e);
     return rc;
-}
-
-static int fail_long_text(struct api *a, const char *text, size_t len, struct json_error *e)
-{
-    int32_t *ids = NULL, n_ids = 0;
-    size_t max_bytes = COUNT_BYTES + COUNT_BYTES_A_TOKEN * (size_t)a->max_prompt_tokens;
-    bool is_counted = len <= max_bytes &&
-                      tokenizer_encode(a->tokenizer, text, len, 0, &ids, &n_ids, NULL) == 0;
-    free(ids);
-    if (is_counted)
-        return json_fail(e, ERR_TOO_LARGE, "prompt",
-                         "prompt has %d tokens; at most %d are accepted", n_ids,
-                         a->max_prompt_tokens);
-    return json_fail(
-        e, ERR_TOO_LARGE, "prompt",
-        "prompt has %zu bytes of text and more than %d tokens; at most %d are accepted", len,
-        a->max_prompt_tokens, a->max_prompt_tokens);
-}
-
-static int read_prompt(struct api *a, struct json_body *body, struct question *q,
-                       struct json_error *e)
-{
-    const json_t *v = json_object_get(body->root, "prompt");
-    if (body->has_ids) {
-        q->ids = body->ids;
-        q->n_ids = body->n_ids;
-        body->ids = NULL;
-    } else if (!json_is_string(v)) {
-        return json_fail(e, ERR_INVALID, "prompt",
-                         "prompt is %s; a string or a list of ids is accepted",
-                         json_is_null(v) ? "null"
-                         : v             ? json_kind(v)
-                                         : "missing");
-    } else if (!a->tokenizer) {
-        return json_fail(
-            e, ERR_INVALID, "prompt",
-            "prompt is a string, but the model has no tokenizer.json; a list of ids "
-            "is accepted");
-    } else {
-        struct errmsg why;
-        const char *text = json_string_value(v);
-        size_t len = json_string_length(v);
-        int rc = tokenizer_encode(a->tokenizer, text, len, a->max_prompt_tokens, &q->ids,
-                                  &q->n_ids, &why);
-        if (rc == ERR_TOO_LARGE)
-            return fail_long_text(a, text, len, e);
-        if (rc != 0)
-            return json_fail(e, rc, "prompt", "prompt: %s", why.text);
-    }
-    if (q->n_ids == 0)
-        return json_fail(e, ERR_INVALID, "prompt",
-                         "prompt is empty; at least one token is needed");
-    return 0;
 }
 
 static int read_question(struct api *a, struct exchange *x, struct question *q,
                          struct json_error *e)
 {
-    const struct json_rules rules = {fields, "prompt", a->vocab, a->max_prompt_tokens};
+    const struct json_rules rules = {.fields = fields,
+                                     .ids_field = "prompt",
+                                     .vocab = a->vocab,
+                                     .max_ids = a->max_prompt_tokens};
+    const struct prompt_rules one = {
+        .field = "prompt", .max_ids = a->max_prompt_tokens, .only_one = true};
+    struct prompt *prompts = NULL;
+    int32_t n = 0;
     struct json_body body;
     int rc = api_read_body(x, &rules, &body, e);
     if (rc != 0)
         return rc;
-    /* First, so that the other refusals carry it. */
-    rc = read_request_id(x, body.root, e);
-    if (rc == 0)
-        rc = api_check_model(a, body.root, e);
+    rc = api_read_common(a, x, body.root, &q->common, e);
     if (rc == 0)
         rc = read_options(body.root, q, e);
     if (rc == 0)
-        rc = read_prompt(a, &body, q, e);
+        rc = api_read_prompts(a, &body, &one, &prompts, &n, e);
+    if (rc == 0) {
+        q->prompt = prompts[0];
+        prompts[0].ids = NULL;
+    }
+    prompts_free(prompts, n);
     json_fini(&body);
     return rc;
 }
 
-/* ---- to the engine ---- */
-
-static void on_hangup(void *arg)
+static void release(struct group *g)
 {
-    struct call *c = arg;
-    c->api->cancel(c->api->cancel_arg, c->request);
+    group_fini(g);
+    free((struct call *)g);
 }
 
-static void free_call(void *arg)
-{
-    struct call *c = arg;
-    request_unref(c->request);
-    free(c);
-}
-
-static void answer(struct exchange *x);
-
-/* Engine thread. */
-static void on_done(struct request *r, void *arg)
-{
-    (void)r; /* the call has it */
-    exchange_post(arg, answer);
-}
-
-static struct call *make_call(struct api *a, struct exchange *x, struct question *q)
-{
-    struct call *c = calloc(1, sizeof(*c));
-    if (!c) {
-        free(q->ids);
-        return NULL;
-    }
-    struct request *r =
-        request_new(q->ids, q->n_ids, q->mode, (int32_t)q->n_top, a->page_tokens);
-    if (!r) {
-        free(c);
-        return NULL;
-    }
-    memcpy(r->id, exchange_id(x), strlen(exchange_id(x)) + 1);
-    r->arrival_us = exchange_arrival_us(x);
-    r->item.arrival_us = r->arrival_us;
-    r->item.priority = (int32_t)q->priority;
-    r->item.deadline_us = q->deadline_ms ? r->arrival_us + q->deadline_ms * 1000 : 0;
-    r->done = on_done;
-    r->done_arg = x;
-    *c = (struct call){.api = a, .request = r, .with_ids = q->with_ids};
-    return c;
-}
-
-static void refuse_unqueued(struct api *a, struct exchange *x, int rc)
-{
-    char text[128];
-    snprintf(text, sizeof(text), "the queue is full: %d requests with %lld tokens wait",
-             queue_n_waiting(a->queue), (long long)queue_waiting_tokens(a->queue));
-    refuse(a, x, 503, NULL, rc == ERR_FULL ? text : "draining: this server is about to stop");
-}
+static void format(struct group *g, struct buf *b);
 
 void api_prefill(struct api *a, struct exchange *x)
 {
     struct question q = {0};
     struct json_error e;
     if (exchange_is_gone(x)) {
-        drop(a, x, NULL);
+        api_drop(a, x);
         return;
     }
     int rc = read_question(a, x, &q, &e);
     if (rc != 0) {
-        free(q.ids);
-        api_prefill_refused(a, x, api_status_of(rc));
-        api_bad_body(a, x, rc, &e);
+        api_refuse_body(a, x, rc, &e);
         return;
     }
-    struct call *c = make_call(a, x, &q);
-    if (!c) {
-        refuse(a, x, 500, NULL, "memory is short");
+    struct call *c = calloc(1, sizeof(*c));
+    if (c) {
+        c->with_ids = q.with_ids;
+        c->group.format = format;
+        c->group.release = release;
+    }
+    if (!c || group_init(&c->group, a, x, &q.common, 1) != 0 ||
+        group_add(&c->group, &q.prompt, q.mode, (int32_t)q.n_top, NULL, 0, 0) != 0) {
+        free(q.prompt.ids);
+        if (c)
+            release(&c->group);
+        api_refuse(a, x, 500, NULL, "memory is short");
         return;
     }
-    struct request *r = c->request;
-    if (!exchange_set_call(x, c, on_hangup, free_call)) {
-        drop(a, x, NULL);
-        return;
-    }
-    /* From a successful push on x is the engine's: it may be answered and gone by now. */
-    rc = queue_push(a->queue, r);
-    if (rc != 0)
-        refuse_unqueued(a, x, rc);
+    group_start(&c->group);
 }
 
 /* ---- the answer ---- */
@@ -401,9 +230,11 @@ static void add_timings(struct buf *b, const struct request *r)
     buf_adds(b, "]");
 }
 
-static void format(struct api *a, struct buf *b, const struct call *c)
+static void format(struct group *g, struct buf *b)
 {
-    const struct request *r = c->request;
+    const struct call *c = (const struct call *)g;
+    struct api *a = g->api;
+    const struct request *r = g->requests[0];
     buf_adds(b, "{\"id\": ");
     buf_json_string(b, r->id, strlen(r->id));
     buf_printf(
@@ -421,35 +252,4 @@ static void format(struct api *a, struct buf *b, const struct call *c)
         add_ids(b, r);
     add_timings(b, r);
     buf_adds(b, "}");
-}
-
-/* A worker, after the engine's done(). */
-static void answer(struct exchange *x)
-{
-    struct call *c = exchange_call(x);
-    struct api *a = c->api;
-    const struct request *r = c->request;
-    if (exchange_is_gone(x)) {
-        drop(a, x, r);
-        return;
-    }
-    bool is_ending = atomic_load(&a->phase) == PHASE_DRAINING;
-    if (is_ending)
-        exchange_set_close(x);
-    if (r->outcome == OUTCOME_OK) {
-        struct buf b;
-        buf_init(&b);
-        format(a, &b, c);
-        finish_line(a, x, b.failed ? 500 : 200, b.failed ? OUTCOME_ERROR : OUTCOME_OK, r);
-        api_reply(x, 200, &b);
-        return;
-    }
-    bool is_lost = atomic_load(&a->metrics->device_lost);
-    int status = r->outcome == OUTCOME_DEADLINE   ? 504
-                 : r->outcome == OUTCOME_OVERLOAD ? 503
-                 : is_lost || is_ending           ? 503
-                                                  : 500;
-    const char *param = r->outcome == OUTCOME_DEADLINE ? "deadline_ms" : NULL;
-    finish_line(a, x, status, r->outcome, r);
-    api_error(a, x, status, param, r->error.text);
 }

@@ -29,8 +29,9 @@ int api_read_body(struct exchange *x, const struct json_rules *rules, struct jso
 int api_check_model(const struct api *a, const json_t *root, struct json_error *e);
 
 /* ---- the calls ---- */
-void api_prefill(struct api *a, struct exchange *x);  /* api_prefill.c */
-void api_tokenize(struct api *a, struct exchange *x); /* api_tokenize.c */
+void api_prefill(struct api *a, struct exchange *x);     /* api_prefill.c */
+void api_completions(struct api *a, struct exchange *x); /* api_completions.c */
+void api_tokenize(struct api *a, struct exchange *x);    /* api_tokenize.c */
 void api_detokenize(struct api *a, struct exchange *x);
 void api_tokenizer_info(struct api *a, struct exchange *x);
 void api_health(struct api *a, struct exchange *x); /* api_misc.c */
@@ -39,8 +40,5 @@ void api_version(struct api *a, struct exchange *x);
 void api_models(struct api *a, struct exchange *x);
 void api_metrics(struct api *a, struct exchange *x);
 void api_trace(struct api *a, struct exchange *x);
-
-/* Counts a prefill request that ended with status before it was queued, and writes its line. */
-void api_prefill_refused(struct api *a, const struct exchange *x, int status);
 
 #endif

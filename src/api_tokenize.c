@@ -76,7 +76,8 @@ void api_tokenize(struct api *a, struct exchange *x)
 void api_detokenize(struct api *a, struct exchange *x)
 {
     static const char *const fields[] = {"tokens", "model", NULL};
-    const struct json_rules rules = {fields, "tokens", a->vocab, INT32_MAX};
+    const struct json_rules rules = {
+        .fields = fields, .ids_field = "tokens", .vocab = a->vocab, .max_ids = INT32_MAX};
     struct json_body body;
     struct json_error e;
     int rc = api_read_body(x, &rules, &body, &e);

@@ -126,6 +126,10 @@ struct id_list {
     int32_t *ids;
     int64_t n_seen; /* also those past the limit, which are not stored */
     int32_t cap;
+    int64_t list_start; /* n_seen where the list that is being read began */
+    int32_t *list_ends; /* [n_lists]; NULL: a plain list */
+    int32_t n_lists, lists_cap;
+    bool is_nested;
 };
 
 static int id_list_grow(struct id_list *l, int32_t max_ids)
@@ -163,12 +167,22 @@ static const char *kind_at(const char *p, const char *end)
     }
 }
 
-static int bad_id(struct json_error *e, const struct json_rules *r, int64_t index,
+/* The list that is being read, as messages call it: prompt, or prompt[3]. */
+static const char *list_name(const struct json_rules *r, const struct id_list *l,
+                             char text[JSON_FIELD_MAX + 16])
+{
+    snprintf(text, JSON_FIELD_MAX + 16, l->is_nested ? "%s[%d]" : "%s", r->ids_field,
+             l->n_lists);
+    return text;
+}
+
+static int bad_id(struct json_error *e, const struct json_rules *r, const struct id_list *l,
                   const char *kind)
 {
+    char name[JSON_FIELD_MAX + 16];
     return json_fail(e, ERR_INVALID, r->ids_field,
-                     "%s[%lld] is %s; ids are integers in [0, %d)", r->ids_field,
-                     (long long)index, kind, r->vocab);
+                     "%s[%lld] is %s; ids are integers in [0, %d)", list_name(r, l, name),
+                     (long long)(l->n_seen - l->list_start), kind, r->vocab);
 }
 
 /* Eight bytes at a time: a loop over digits mispredicts its end on every id. */
@@ -217,13 +231,13 @@ static int scan_ids(const char *p, const char *end, const struct json_rules *r,
         uint32_t id;
         p = read_id(p, end, &id);
         if (p == first)
-            return bad_id(e, r, l->n_seen, kind_at(start, end));
+            return bad_id(e, r, l, kind_at(start, end));
         if (*first == '0' && p - first > 1)
-            return bad_id(e, r, l->n_seen, "not JSON: a number with a leading zero");
+            return bad_id(e, r, l, "not JSON: a number with a leading zero");
         if (p < end && (*p == '.' || *p == 'e' || *p == 'E'))
-            return bad_id(e, r, l->n_seen, "a number with a fraction or an exponent");
+            return bad_id(e, r, l, "a number with a fraction or an exponent");
         if (id >= (uint32_t)r->vocab)
-            return bad_id(e, r, l->n_seen, "out of range");
+            return bad_id(e, r, l, "out of range");
         if (l->n_seen < r->max_ids) {
             if (l->n_seen == l->cap && id_list_grow(l, r->max_ids) != 0)
                 return json_fail(e, ERR_NOMEM, NULL, "memory is short");
@@ -237,10 +251,63 @@ static int scan_ids(const char *p, const char *end, const struct json_rules *r,
             *after = p + 1;
             return 0;
         } else {
+            char name[JSON_FIELD_MAX + 16];
             return json_fail(e, ERR_INVALID, r->ids_field,
                              p < end ? "%s: not JSON behind %s[%lld]"
                                      : "%s: the body ends behind %s[%lld]",
-                             r->ids_field, r->ids_field, (long long)l->n_seen - 1);
+                             r->ids_field, list_name(r, l, name),
+                             (long long)(l->n_seen - l->list_start) - 1);
+        }
+    }
+}
+
+static int end_list(struct id_list *l)
+{
+    if (l->n_lists == l->lists_cap) {
+        int32_t cap = l->lists_cap ? 2 * l->lists_cap : 64;
+        int32_t *p = realloc(l->list_ends, (size_t)cap * sizeof(*p));
+        if (!p)
+            return ERR_NOMEM;
+        l->list_ends = p;
+        l->lists_cap = cap;
+    }
+    l->list_ends[l->n_lists++] = (int32_t)l->n_seen;
+    l->list_start = l->n_seen;
+    return 0;
+}
+
+/* As scan_ids, for a list of lists; p is at the first of them. */
+static int scan_lists(const char *p, const char *end, const struct json_rules *r,
+                      struct id_list *l, const char **after, struct json_error *e)
+{
+    l->is_nested = true;
+    for (;;) {
+        if (p >= end || *p != '[')
+            return json_fail(
+                e, ERR_INVALID, r->ids_field,
+                "%s[%d] is %s; beside lists of ids only such are accepted", r->ids_field,
+                l->n_lists, p < end && *p >= '0' && *p <= '9' ? "an integer" : kind_at(p, end));
+        int rc = scan_ids(p + 1, end, r, l, &p, e);
+        if (rc == 0 && l->n_seen == l->list_start)
+            rc = json_fail(e, ERR_INVALID, r->ids_field,
+                           "%s[%d] is empty; at least one id is needed", r->ids_field,
+                           l->n_lists);
+        /* Past max_ids the whole is refused anyway, and what is not stored needs no ends. */
+        if (rc == 0 && l->n_seen <= r->max_ids && end_list(l) != 0)
+            rc = json_fail(e, ERR_NOMEM, NULL, "memory is short");
+        if (rc != 0)
+            return rc;
+        p = skip_blanks(p, end);
+        if (p < end && *p == ',') {
+            p = skip_blanks(p + 1, end);
+        } else if (p < end && *p == ']') {
+            *after = p + 1;
+            return 0;
+        } else {
+            return json_fail(e, ERR_INVALID, r->ids_field,
+                             p < end ? "%s: not JSON behind %s[%d]"
+                                     : "%s: the body ends behind %s[%d]",
+                             r->ids_field, r->ids_field, l->n_lists - 1);
         }
     }
 }
@@ -341,13 +408,19 @@ int json_parse(const char *text, size_t len, const struct json_rules *rules,
         if (!rules->ids_field || strcmp(c.key, rules->ids_field) != 0 || value >= c.end ||
             *value != '[')
             continue;
+        const char *first = skip_blanks(value + 1, c.end);
+        if (rules->takes_lists && first < c.end && *first == '"')
+            continue;
         if (cut.from) {
             rc = json_fail(e, ERR_INVALID, rules->ids_field, "%s is given twice",
                            rules->ids_field);
             break;
         }
         cut.from = value;
-        rc = scan_ids(value + 1, c.end, rules, &list, &cut.to, e);
+        if (rules->takes_lists && first < c.end && *first == '[')
+            rc = scan_lists(first, c.end, rules, &list, &cut.to, e);
+        else
+            rc = scan_ids(value + 1, c.end, rules, &list, &cut.to, e);
         c.p = cut.to;
     }
     json_error_t je = {.line = 0};
@@ -371,6 +444,8 @@ int json_parse(const char *text, size_t len, const struct json_rules *rules,
     out->has_ids = cut.from != NULL;
     out->ids = list.ids;
     out->n_ids = (int32_t)list.n_seen;
+    out->list_ends = list.list_ends;
+    out->n_lists = list.n_lists;
     if (rc != 0)
         json_fini(out);
     return rc;
@@ -396,6 +471,7 @@ void json_fini(struct json_body *b)
 {
     json_decref(b->root);
     free(b->ids);
+    free(b->list_ends);
     memset(b, 0, sizeof(*b));
 }
 

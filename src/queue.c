@@ -69,24 +69,36 @@ void queue_close(struct queue *q)
     free(q);
 }
 
-int queue_push(struct queue *q, struct request *r)
+int queue_push_all(struct queue *q, struct request *const *r, int32_t n)
 {
     int rc = 0;
     pthread_mutex_lock(&q->lock);
     if (q->is_stopped) {
         rc = ERR_STOPPED;
-    } else if (q->n_waiting >= q->max_waiting) {
+    } else if (n > q->max_waiting - q->n_waiting) {
         rc = ERR_FULL;
     } else {
-        request_ref(r);
-        r->item.seq = q->next_seq++;
-        q->ring[(q->i_head + q->n_ring++) % q->max_waiting] = r;
-        q->n_waiting++;
-        q->waiting_tokens += r->n_ids;
+        for (int32_t i = 0; i < n; i++) {
+            request_ref(r[i]);
+            r[i]->item.seq = q->next_seq++;
+            q->ring[(q->i_head + q->n_ring++) % q->max_waiting] = r[i];
+            q->waiting_tokens += r[i]->n_ids;
+        }
+        q->n_waiting += n;
         pthread_cond_signal(&q->wakes);
     }
     pthread_mutex_unlock(&q->lock);
     return rc;
+}
+
+int queue_push(struct queue *q, struct request *r)
+{
+    return queue_push_all(q, &r, 1);
+}
+
+int32_t queue_max_waiting(const struct queue *q)
+{
+    return q->max_waiting;
 }
 
 /* Waits for a request or a wake, at most wait_us (-1: for ever). The lock is held. */

@@ -23,6 +23,10 @@ void queue_close(struct queue *q);
 /* Takes a reference of its own on success; from then on r is the engine's to write. Returns 0,
  * ERR_FULL or ERR_STOPPED. Assigns item.seq, in the order of pushes. */
 int queue_push(struct queue *q, struct request *r);
+/* The same for n (>= 1) requests: all of them, or none. */
+int queue_push_all(struct queue *q, struct request *const *r, int32_t n);
+/* How many may wait: more than these together are never taken. */
+int32_t queue_max_waiting(const struct queue *q);
 
 /* Engine: moves up to max requests to out (the queue's references go along). Waits up to
  * wait_us for one when there is none (0: does not wait; -1: until one comes or queue_wake or

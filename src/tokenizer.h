@@ -17,6 +17,8 @@
 
 struct tokenizer;
 
+enum { TOKENIZER_MAX_END_IDS = 4 };
+
 /* Reads tokenizer.json at path, and the files beside it that struct tokenizer_info is from.
  * Returns 0 and *out, freed with tokenizer_free; or ERR_NOT_FOUND, ERR_IO, ERR_INVALID (not what
  * such a file holds), ERR_UNSUPPORTED (a part that prefilld does not do), ERR_TOO_LARGE, ERR_NOMEM,
@@ -80,7 +82,7 @@ void tokenizer_decode(const struct tokenizer *t, const int32_t *ids, size_t n_id
 
 /* ---- what the model's files say besides */
 
-/* For GET /tokenizer_info. NUL-terminated UTF-8, NULL where not known. The tokens are from
+/* For GET /tokenizer_info, and where generating ends. NUL-terminated UTF-8, NULL where not known. The tokens are from
  * tokenizer_config.json, else by id from generation_config.json, else from config.json (of a list
  * of ids the first); the template is from chat_template.jinja, else from tokenizer_config.json. */
 struct tokenizer_info {
@@ -88,6 +90,10 @@ struct tokenizer_info {
     char *bos_token;
     char *pad_token;
     char *chat_template;
+    /* The tokens that end a text: eos_token, and all that generation_config.json and config.json
+     * give as eos_token_id; the first that fit. */
+    int32_t end_ids[TOKENIZER_MAX_END_IDS];
+    int32_t n_end_ids;
 };
 
 const struct tokenizer_info *tokenizer_get_info(const struct tokenizer *t);

@@ -80,6 +80,43 @@ static int take_id(const struct tokenizer *t, char **out, const json_t *value)
     return memchr(bytes, '\0', len) ? 0 : copy_text(out, bytes, len);
 }
 
+static void add_end_id(struct tokenizer_info *info, int64_t id, int32_t n_tokens)
+{
+    for (int32_t i = 0; i < info->n_end_ids; i++)
+        if (info->end_ids[i] == id)
+            return;
+    if (id >= 0 && id < n_tokens && info->n_end_ids < TOKENIZER_MAX_END_IDS)
+        info->end_ids[info->n_end_ids++] = (int32_t)id;
+}
+
+/* eos_token_id of object: an id or a list of ids. */
+static void take_end_ids(struct tokenizer *t, const json_t *object)
+{
+    const json_t *value = json_object_get(object, "eos_token_id"), *each;
+    size_t i;
+    if (json_is_integer(value))
+        add_end_id(&t->info, json_integer_value(value), t->tokens.n);
+    json_array_foreach(value, i, each)
+    {
+        if (json_is_integer(each))
+            add_end_id(&t->info, json_integer_value(each), t->tokens.n);
+    }
+}
+
+/* The id of the end token that the tokenizer's own files name. */
+static int take_end_token(struct tokenizer *t)
+{
+    const char *text = t->info.eos_token;
+    int32_t *ids = NULL, n_ids = 0;
+    if (!text)
+        return 0;
+    int code = tokenizer_encode(t, text, strlen(text), 0, &ids, &n_ids, NULL);
+    if (code == 0 && n_ids == 1)
+        add_end_id(&t->info, ids[0], t->tokens.n);
+    free(ids);
+    return code == ERR_NOMEM ? code : 0;
+}
+
 /* One template, or a list of named ones, of which "default" is the one. */
 static int take_template(char **out, const json_t *value)
 {
@@ -158,9 +195,13 @@ int tokenizer_info_load(struct tokenizer *t, const char *dir, struct errmsg *e)
         code = read_object(dir, id_files[i], &object, e);
         if (code == 0)
             code = take_ids(t, tokens, settled, object);
+        if (code == 0) {
+            take_end_ids(t, object);
+            take_end_ids(t, json_object_get(object, "text_config"));
+        }
         json_decref(object);
     }
-    return code;
+    return code ? code : take_end_token(t);
 }
 
 void tokenizer_info_fini(struct tokenizer_info *info)

@@ -9,7 +9,7 @@
 #include "rng.h"
 
 static const char *const fields[] = {"prompt", "model", "top_logprobs", NULL};
-static const struct json_rules rules = {fields, "prompt", 512, 8};
+static const struct json_rules rules = {fields, "prompt", 512, 8, false};
 
 static int parse(const char *text, struct json_body *b, struct json_error *e)
 {
@@ -51,10 +51,67 @@ Test(json, takes_ids)
     }
 }
 
+/* A list of lists, where the rules take them: ids in a row, and where each list ends. */
+Test(json, takes_lists_of_ids)
+{
+    static const struct json_rules lists = {fields, "prompt", 512, 8, true};
+    static const struct {
+        const char *text;
+        int n_lists, n_ids; /* n_lists -1: refused, with says in the message */
+        int32_t ends[4];
+        const char *says;
+    } cases[] = {
+        {"{\"prompt\":[[1,2],[3]]}", 2, 3, {2, 3}, NULL},
+        {"{ \"prompt\" : [ [ 1 ] , [2 , 3 ] ,[4]] , \"model\":\"x\" }", 3, 4, {1, 3, 4}, NULL},
+        {"{\"prompt\":[[1,2,3,4],[5,6,7,8]]}", 2, 8, {4, 8}, NULL},
+        {"{\"prompt\":[1,2]}", 0, 2, {0}, NULL},
+        {"{\"prompt\":[[1,2,3,4],[5,6,7,8],[9]]}", -1, 0, {0}, "9 tokens; at most 8"},
+        {"{\"prompt\":[[]]}", -1, 0, {0}, "prompt[0] is empty"},
+        {"{\"prompt\":[[1],[ ]]}", -1, 0, {0}, "prompt[1] is empty"},
+        {"{\"prompt\":[[1],2]}", -1, 0, {0}, "prompt[1] is an integer"},
+        {"{\"prompt\":[[1],\"x\"]}", -1, 0, {0}, "prompt[1] is a string"},
+        {"{\"prompt\":[[1],[2,x]]}", -1, 0, {0}, "prompt[1][1] is not JSON"},
+        {"{\"prompt\":[[1],[2]", -1, 0, {0}, "ends behind prompt[1]"},
+        {"{\"prompt\":[[1],[2", -1, 0, {0}, "ends behind prompt[1][0]"},
+        {"{\"prompt\":[[1],", -1, 0, {0}, "prompt[1] is not JSON"},
+        {"{\"prompt\":[[1],]}", -1, 0, {0}, "prompt[1] is not JSON"},
+        {"{\"prompt\":[[1]],\"prompt\":[[1]]}", -1, 0, {0}, "given twice"},
+        {"{\"prompt\":[\"x\"],\"prompt\":[[1]]}", -1, 0, {0}, "given twice"},
+    };
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        struct json_body b;
+        struct json_error e;
+        size_t len = strlen(cases[i].text);
+        char *copy = malloc(len);
+        memcpy(copy, cases[i].text, len);
+        int rc = json_parse(copy, len, &lists, &b, &e);
+        free(copy);
+        if (cases[i].n_lists < 0) {
+            cr_assert_neq(rc, 0, "%s", cases[i].text);
+            cr_assert(strstr(e.message.text, cases[i].says), "%s: %s", cases[i].text,
+                      e.message.text);
+            continue;
+        }
+        cr_assert_eq(rc, 0, "%s: %s", cases[i].text, e.message.text);
+        cr_assert(b.has_ids && b.n_ids == cases[i].n_ids && b.n_lists == cases[i].n_lists, "%s",
+                  cases[i].text);
+        for (int j = 0; j < b.n_lists; j++)
+            cr_assert_eq(b.list_ends[j], cases[i].ends[j], "%s", cases[i].text);
+        json_fini(&b);
+    }
+    /* Strings are left alone. */
+    struct json_body b;
+    struct json_error e;
+    static const char strings[] = "{\"prompt\":[ \"a\",\"b\"]}";
+    cr_assert_eq(json_parse(strings, strlen(strings), &lists, &b, &e), 0);
+    cr_assert(!b.has_ids && json_array_size(json_object_get(b.root, "prompt")) == 2);
+    json_fini(&b);
+}
+
 /* Each length of number, at each distance from the end of the text. */
 Test(json, takes_ids_of_every_length)
 {
-    static const struct json_rules wide = {fields, "prompt", INT32_MAX, 100};
+    static const struct json_rules wide = {fields, "prompt", INT32_MAX, 100, false};
     struct rng r = {3};
     for (int i = 0; i < 20000; i++) {
         char text[300], *p = text + sprintf(text, "{\"prompt\":[");

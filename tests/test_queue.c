@@ -83,6 +83,32 @@ static void test_full(void)
     queue_close(NULL);
 }
 
+/* Many at a time: all or none, and round the ring. */
+static void test_all_or_none(void)
+{
+    struct queue *q = open_queue(4);
+    struct request *r[3], *out[4];
+    bool is_whole = true;
+    for (int round = 0; round < 4; round++) {
+        for (int i = 0; i < 3; i++)
+            r[i] = make(N_IDS + i);
+        is_whole = is_whole && queue_push_all(q, r, 3) == 0 && queue_n_waiting(q) == 3 &&
+                   queue_waiting_tokens(q) == 3 * N_IDS + 3;
+        is_whole = is_whole && queue_push_all(q, r, 2) == ERR_FULL && queue_n_waiting(q) == 3 &&
+                   atomic_load(&r[0]->refs) == 2;
+        is_whole = is_whole && queue_take(q, out, 4, 0) == 3 && out[0] == r[0] &&
+                   out[2] == r[2] && r[2]->item.seq == r[0]->item.seq + 2;
+        queue_leave(q, 3, 3 * N_IDS + 3);
+        for (int i = 0; i < 3; i++) {
+            request_unref(r[i]);
+            request_unref(out[i]);
+        }
+    }
+    CHECK(is_whole, "several are pushed in order, or none of them");
+    CHECK(queue_max_waiting(q) == 4, "so many may wait");
+    queue_close(q);
+}
+
 static void test_waits(void)
 {
     struct queue *q = open_queue(2);
@@ -347,6 +373,7 @@ int main(void)
     printf("# seed %d\n", SEED);
     test_order();
     test_full();
+    test_all_or_none();
     test_waits();
     test_retry_after();
     test_rate();

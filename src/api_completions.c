@@ -1,0 +1,432 @@
+/* POST /v1/completions, as OpenAI and vLLM have it: prompts in, texts and numbers out. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "api_choice.h"
+#include "api_logprobs.h"
+#include "backend.h"
+
+enum { DEFAULT_MAX_TOKENS = 16, MAX_N = 128 };
+
+static const char *const own_fields[] = {"prompt",
+                                         "model",
+                                         "echo",
+                                         "logprobs",
+                                         "prompt_logprobs",
+                                         "max_tokens",
+                                         "n",
+                                         "best_of",
+                                         "stream",
+                                         "stream_options",
+                                         "return_token_ids",
+                                         "return_tokens_as_token_ids",
+                                         "priority",
+                                         "truncate_prompt_tokens",
+                                         "deadline_ms",
+                                         "truncation_side",
+                                         "request_id",
+                                         "add_special_tokens",
+                                         "user",
+                                         "kv_transfer_params",
+                                         "suffix",
+                                         "logprob_token_ids",
+                                         "prompt_embeds",
+                                         "use_beam_search",
+                                         "bad_words",
+                                         "allowed_token_ids",
+                                         "response_format",
+                                         "structured_outputs",
+                                         "guided_json",
+                                         "guided_regex",
+                                         "guided_choice",
+                                         "guided_grammar",
+                                         NULL};
+
+/* What would change the text, and is not done. */
+static const char *const unserved[] = {
+    "suffix",       "logprob_token_ids", "prompt_embeds",      "use_beam_search",
+    "bad_words",    "allowed_token_ids", "structured_outputs", "guided_json",
+    "guided_regex", "guided_choice",     "guided_grammar",     NULL};
+
+struct completion {
+    struct group group;
+    struct choosing choosing;
+    struct prompt *prompts; /* [n_prompts], until their requests are made */
+    int32_t n_prompts, n;   /* n: choices for each */
+    int32_t max_new;        /* -1: not said */
+    int32_t n_top;          /* of logprobs; -1: none wanted */
+    int32_t n_prompt_top;   /* of prompt_logprobs; -1: none wanted */
+    bool echo, with_ids, as_ids;
+    bool with_kv;           /* kv_transfer_params was given */
+    struct choice *choices; /* [group.n], as the group's members */
+    int64_t created;
+};
+
+/* ---- the question ---- */
+
+static int read_counts(const json_t *root, struct completion *c, struct json_error *e)
+{
+    int64_t n = 1, best_of = 0, max_new = -1, n_top = -1, n_prompt_top = -1;
+    int rc = json_get_int(root, "n", 1, MAX_N, &n, e);
+    if (rc == 0)
+        rc = json_get_int(root, "best_of", INT64_MIN, INT64_MAX, &best_of, e);
+    if (rc == 0 && best_of != 0 && best_of != 1 && best_of != n)
+        rc = json_fail(e, ERR_INVALID, "best_of",
+                       "best_of is another number than n; 1 or n is accepted: all choices "
+                       "are returned");
+    if (rc == 0)
+        rc = json_get_int(root, "max_tokens", 0, INT32_MAX, &max_new, e);
+    if (rc == 0)
+        rc = json_get_int(root, "logprobs", 0, TOP_MAX, &n_top, e);
+    if (rc == 0)
+        rc = json_get_int(root, "prompt_logprobs", 0, TOP_MAX, &n_prompt_top, e);
+    c->n = (int32_t)n;
+    c->max_new = (int32_t)max_new;
+    c->n_top = (int32_t)n_top;
+    c->n_prompt_top = (int32_t)n_prompt_top;
+    return rc;
+}
+
+/* {"type": "text"} is what is done anyway. */
+static int read_format(const json_t *root, struct json_error *e)
+{
+    const json_t *v = json_object_get(root, "response_format");
+    const char *type = json_string_value(json_object_get(v, "type"));
+    if (!v || json_is_null(v) || (type && strcmp(type, "text") == 0))
+        return 0;
+    return json_fail(e, ERR_INVALID, "response_format",
+                     "response_format asks for a form; only {\"type\": \"text\"} is accepted");
+}
+
+static int read_options(const struct api *a, const json_t *root, struct completion *c,
+                        struct json_error *e)
+{
+    bool adds_special, is_stream = false;
+    const json_t *kv = json_object_get(root, "kv_transfer_params");
+    int rc = api_refuse_fields(root, unserved, e);
+    if (rc == 0)
+        rc = read_format(root, e);
+    if (rc == 0)
+        rc = read_counts(root, c, e);
+    if (rc == 0)
+        rc = json_get_bool(root, "echo", &c->echo, e);
+    if (rc == 0)
+        rc = json_get_bool(root, "return_token_ids", &c->with_ids, e);
+    if (rc == 0)
+        rc = json_get_bool(root, "return_tokens_as_token_ids", &c->as_ids, e);
+    if (rc == 0)
+        rc = json_get_bool(root, "add_special_tokens", &adds_special, e);
+    if (rc == 0)
+        rc = json_get_bool(root, "stream", &is_stream, e);
+    if (rc == 0 && is_stream)
+        rc =
+            json_fail(e, ERR_INVALID, "stream",
+                      "stream is true; this version does not serve it, only false is accepted");
+    if (rc == 0 && kv && !json_is_null(kv) && !json_is_object(kv))
+        rc = json_fail(e, ERR_INVALID, "kv_transfer_params",
+                       "kv_transfer_params is %s; an object is accepted", json_kind(kv));
+    c->with_kv = json_is_object(kv);
+    return rc ? rc : api_read_choosing(a, root, &c->choosing, e);
+}
+
+static int read_truncation(const struct api *a, const json_t *root, struct prompt_rules *r,
+                           struct json_error *e)
+{
+    int64_t n = 0;
+    const char *side = "left";
+    size_t len = 4;
+    int rc = json_get_int(root, "truncate_prompt_tokens", -1, INT32_MAX, &n, e);
+    if (rc == 0)
+        rc = json_get_string(root, "truncation_side", &side, &len, e);
+    if (rc == 0 && strcmp(side, "left") != 0 && strcmp(side, "right") != 0)
+        rc =
+            json_fail(e, ERR_INVALID, "truncation_side",
+                      "truncation_side is another string; \"left\" and \"right\" are accepted");
+    if (rc == 0 && n == 0 && json_is_integer(json_object_get(root, "truncate_prompt_tokens")))
+        rc = json_fail(e, ERR_INVALID, "truncate_prompt_tokens",
+                       "truncate_prompt_tokens is 0; -1, for all that fit, and 1 or more are "
+                       "accepted");
+    r->truncate = n < 0 ? a->max_prompt_tokens : (int32_t)n;
+    r->from_left = strcmp(side, "left") == 0;
+    return rc;
+}
+
+/* Are the tokens to generate within what a request may hold? The last one is never computed, so
+ * it takes no room. */
+static int check_lengths(const struct api *a, struct completion *c, struct json_error *e)
+{
+    for (int32_t i = 0; i < c->n_prompts && c->max_new > 0; i++)
+        if (c->max_new - 1 > a->max_prompt_tokens - c->prompts[i].n_ids)
+            return json_fail(e, ERR_INVALID, "max_tokens",
+                             "max_tokens is %d and the prompt has %d tokens; together at most "
+                             "%d are accepted",
+                             c->max_new, c->prompts[i].n_ids, a->max_prompt_tokens + 1);
+    if (c->max_new >= 0 && c->choosing.sampling.min_new > c->max_new)
+        return json_fail(e, ERR_INVALID, "min_tokens",
+                         "min_tokens is %d; at most max_tokens, which is %d, is accepted",
+                         c->choosing.sampling.min_new, c->max_new);
+    int64_t n_all = (int64_t)c->n_prompts * c->n;
+    if (n_all > queue_max_waiting(a->queue))
+        return json_fail(e, ERR_INVALID, "n",
+                         "n times the number of prompts is %lld; at most %d, which is "
+                         "queue-length, are accepted",
+                         (long long)n_all, queue_max_waiting(a->queue));
+    return 0;
+}
+
+static int read_question(struct api *a, struct exchange *x, struct completion *c,
+                         struct api_common *common, struct json_error *e)
+{
+    const char *fields[API_MAX_FIELDS];
+    api_join_fields(fields, own_fields, api_choosing_fields);
+    const struct json_rules rules = {.fields = fields,
+                                     .ids_field = "prompt",
+                                     .vocab = a->vocab,
+                                     .max_ids = INT32_MAX,
+                                     .takes_lists = true};
+    struct prompt_rules prompt = {.field = "prompt", .max_ids = a->max_prompt_tokens};
+    struct json_body body;
+    int rc = api_read_body(x, &rules, &body, e);
+    if (rc != 0)
+        return rc;
+    rc = api_read_common(a, x, body.root, common, e);
+    if (rc == 0)
+        rc = read_options(a, body.root, c, e);
+    if (rc == 0)
+        rc = read_truncation(a, body.root, &prompt, e);
+    if (rc == 0)
+        rc = api_read_prompts(a, &body, &prompt, &c->prompts, &c->n_prompts, e);
+    if (rc == 0)
+        rc = check_lengths(a, c, e);
+    json_fini(&body);
+    return rc;
+}
+
+/* ---- to the engine ---- */
+
+static void release(struct group *g)
+{
+    struct completion *c = (struct completion *)g;
+    for (int32_t i = 0; c->choices && i < g->n; i++)
+        choice_fini(&c->choices[i]);
+    free(c->choices);
+    prompts_free(c->prompts, c->n_prompts);
+    choosing_fini(&c->choosing);
+    group_fini(g);
+    free(c);
+}
+
+static bool wants_prompt_rows(const struct completion *c)
+{
+    return (c->echo && c->n_top >= 0) || c->n_prompt_top >= 0;
+}
+
+/* What is left for it when max_tokens was not said. */
+static int32_t max_new_of(const struct api *a, const struct completion *c,
+                          const struct prompt *p)
+{
+    if (c->max_new >= 0)
+        return c->max_new;
+    int32_t room = a->max_prompt_tokens - p->n_ids + 1;
+    return room < DEFAULT_MAX_TOKENS ? room : DEFAULT_MAX_TOKENS;
+}
+
+static int copy_prompt(struct prompt *out, const struct prompt *p)
+{
+    out->n_ids = p->n_ids;
+    out->ids = malloc((size_t)p->n_ids * sizeof(*out->ids));
+    if (!out->ids)
+        return ERR_NOMEM;
+    memcpy(out->ids, p->ids, (size_t)p->n_ids * sizeof(*out->ids));
+    return 0;
+}
+
+/* Choice i of prompt p; its number among all is p times n plus i. */
+static int add_choice(struct completion *c, struct prompt *p, int32_t i)
+{
+    struct group *g = &c->group;
+    struct prompt ids;
+    int32_t max_new = max_new_of(g->api, c, p);
+    int32_t n_top = c->n_top > c->n_prompt_top ? c->n_top : c->n_prompt_top;
+    enum logprobs_mode mode = wants_prompt_rows(c) ? LOGPROBS_ALL
+                              : max_new > 0        ? LOGPROBS_NEXT
+                                                   : LOGPROBS_NONE;
+    if (copy_prompt(&ids, p) != 0 ||
+        group_add(g, &ids, mode, n_top > 0 ? n_top : 0, max_new > 0 ? &c->choosing : NULL,
+                  max_new, c->choosing.sampling.seed + (uint64_t)i) != 0)
+        return ERR_NOMEM;
+    choice_init(&c->choices[g->n - 1], g->api, &c->choosing, &g->members[g->n - 1], max_new);
+    return 0;
+}
+
+static int add_choices(struct completion *c)
+{
+    int rc = 0;
+    c->choices = calloc((size_t)c->group.cap, sizeof(*c->choices));
+    if (!c->choices)
+        return ERR_NOMEM;
+    for (int32_t p = 0; p < c->n_prompts && rc == 0; p++) {
+        for (int32_t i = 0; i < c->n && rc == 0; i++)
+            rc = add_choice(c, &c->prompts[p], i);
+        free(c->prompts[p].ids);
+        c->prompts[p].ids = NULL;
+    }
+    return rc;
+}
+
+static void update(struct group *g)
+{
+    struct completion *c = (struct completion *)g;
+    for (int32_t i = 0; i < g->n; i++)
+        while (choice_step(&c->choices[i]))
+            ;
+}
+
+static void format(struct group *g, struct buf *b);
+
+void api_completions(struct api *a, struct exchange *x)
+{
+    struct api_common common;
+    struct json_error e;
+    if (exchange_is_gone(x)) {
+        api_drop(a, x);
+        return;
+    }
+    struct completion *c = calloc(1, sizeof(*c));
+    if (!c) {
+        api_refuse(a, x, 500, NULL, "memory is short");
+        return;
+    }
+    c->group.format = format;
+    c->group.release = release;
+    c->created = (int64_t)time(NULL);
+    int rc = read_question(a, x, c, &common, &e);
+    if (rc == 0 && c->choosing.n_stops > 0)
+        c->group.update = update;
+    if (rc == 0)
+        rc = group_init(&c->group, a, x, &common, c->n_prompts * c->n);
+    if (rc == 0)
+        rc = add_choices(c);
+    if (rc == ERR_NOMEM)
+        json_fail(&e, rc, NULL, "memory is short");
+    if (rc != 0) {
+        api_refuse_body(a, x, rc, &e);
+        release(&c->group);
+        return;
+    }
+    group_start(&c->group);
+}
+
+/* ---- the answer ---- */
+
+static void add_text(struct completion *c, struct buf *b, const struct choice *choice)
+{
+    const struct request *r = choice->member->request;
+    struct buf all;
+    buf_init(&all);
+    if (c->echo && c->group.api->tokenizer)
+        tokenizer_decode(c->group.api->tokenizer, r->ids, (size_t)r->n_prompt, false, &all);
+    buf_add(&all, choice->text.data, choice->text.len);
+    buf_json_string(b, all.data ? all.data : "", all.len);
+    b->failed |= all.failed || choice->text.failed;
+    buf_fini(&all);
+}
+
+static void add_choice_logprobs(struct completion *c, struct buf *b,
+                                const struct choice *choice)
+{
+    const struct request *r = choice->member->request;
+    const struct row_style style = {c->n_top, c->as_ids, c->choosing.skips_special};
+    struct text_offsets o;
+    text_offsets_init(&o, c->group.api->tokenizer, !c->echo && c->choosing.skips_special);
+    write_logprobs(c->group.api, b, r, c->echo ? 0 : r->n_prompt,
+                   r->n_prompt + choice->n_tokens, &style, &o);
+    b->failed |= o.scratch.failed;
+    text_offsets_fini(&o);
+}
+
+static void add_answer(struct completion *c, struct buf *b, int32_t i)
+{
+    struct choice *choice = &c->choices[i];
+    const struct request *r = choice->member->request;
+    buf_printf(b, "{\"index\": %d, \"text\": ", i);
+    add_text(c, b, choice);
+    buf_adds(b, ", \"logprobs\": ");
+    if (c->n_top >= 0)
+        add_choice_logprobs(c, b, choice);
+    else
+        buf_adds(b, "null");
+    buf_printf(b, ", \"finish_reason\": \"%s\", \"stop_reason\": ", choice_reason(choice));
+    choice_write_stop_reason(choice, b);
+    if (c->n_prompt_top >= 0) {
+        buf_adds(b, ", \"prompt_logprobs\": ");
+        write_prompt_logprobs(c->group.api, b, r, c->n_prompt_top);
+    }
+    if (c->with_ids) {
+        buf_adds(b, ", \"prompt_token_ids\": ");
+        write_ids(b, r->ids, 0, r->n_prompt);
+        buf_adds(b, ", \"token_ids\": ");
+        write_ids(b, r->ids, r->n_prompt, r->n_prompt + choice->n_tokens);
+    }
+    buf_addc(b, '}');
+}
+
+/* A prompt counts once, however many choices it has. */
+static void add_usage(const struct completion *c, struct buf *b)
+{
+    int64_t n_prompt = 0, n_cached = 0, n_new = 0;
+    for (int32_t i = 0; i < c->group.n; i++) {
+        const struct request *r = c->group.requests[i];
+        n_prompt += i % c->n == 0 ? r->n_prompt : 0;
+        n_cached += i % c->n == 0 ? r->n_cached : 0;
+        n_new += c->choices[i].n_tokens;
+    }
+    buf_printf(b,
+               "{\"prompt_tokens\": %lld, \"total_tokens\": %lld, \"completion_tokens\": %lld, "
+               "\"prompt_tokens_details\": {\"cached_tokens\": %lld}}",
+               (long long)n_prompt, (long long)(n_prompt + n_new), (long long)n_new,
+               (long long)n_cached);
+}
+
+static void add_head(const struct completion *c, struct buf *b)
+{
+    const struct api *a = c->group.api;
+    char id[HTTP_ID_MAX + 8];
+    snprintf(id, sizeof(id), "cmpl-%s", exchange_id(c->group.exchange));
+    buf_adds(b, "{\"id\": ");
+    buf_json_string(b, id, strlen(id));
+    buf_printf(b, ", \"object\": \"text_completion\", \"created\": %lld, \"model\": ",
+               (long long)c->created);
+    buf_json_string(b, a->model_id, strlen(a->model_id));
+}
+
+/* The shape that a disaggregation sidecar hands on to a decoder. No state is kept for it, and
+ * do_remote_prefill false says so: the decoder computes the prompt itself. */
+static void add_kv(const struct completion *c, struct buf *b)
+{
+    const char *id = exchange_id(c->group.exchange);
+    if (!c->with_kv)
+        return;
+    buf_adds(b, ", \"kv_transfer_params\": {\"do_remote_prefill\": false, "
+                "\"do_remote_decode\": false, \"remote_engine_id\": ");
+    buf_json_string(b, id, strlen(id));
+    buf_adds(b, ", \"remote_block_ids\": [], \"remote_host\": null, \"remote_port\": null}");
+}
+
+static void format(struct group *g, struct buf *b)
+{
+    struct completion *c = (struct completion *)g;
+    update(g);
+    add_head(c, b);
+    buf_adds(b, ", \"choices\": [");
+    for (int32_t i = 0; i < g->n; i++) {
+        buf_adds(b, i ? ", " : "");
+        add_answer(c, b, i);
+    }
+    buf_adds(b, "], \"usage\": ");
+    add_usage(c, b);
+    add_kv(c, b);
+    buf_adds(b, "}");
+}

@@ -1,0 +1,223 @@
+#include "api_logprobs.h"
+
+#include <string.h>
+
+#include "backend.h"
+
+void text_offsets_init(struct text_offsets *o, const struct tokenizer *t, bool skip_special)
+{
+    memset(o, 0, sizeof(*o));
+    o->tokenizer = t;
+    buf_init(&o->scratch);
+    if (t)
+        tokenizer_stream_init(&o->stream, t, skip_special);
+}
+
+void text_offsets_fini(struct text_offsets *o)
+{
+    buf_fini(&o->scratch);
+}
+
+static void count_chars(struct text_offsets *o)
+{
+    for (size_t i = 0; i < o->scratch.len; i++)
+        o->n_chars += ((unsigned char)o->scratch.data[i] & 0xc0) != 0x80;
+    o->scratch.len = 0;
+}
+
+/* Where id, the next one, begins. */
+static int64_t next_offset(struct text_offsets *o, int32_t id)
+{
+    int64_t at = o->n_chars;
+    if (o->tokenizer) {
+        tokenizer_stream_push(&o->stream, id, &o->scratch);
+        count_chars(o);
+    }
+    return at;
+}
+
+/* The prompt is complete: what follows is a text of its own. */
+static void turn_offsets(struct text_offsets *o, bool skip_special)
+{
+    if (!o->tokenizer)
+        return;
+    tokenizer_stream_finish(&o->stream, &o->scratch);
+    count_chars(o);
+    tokenizer_stream_init(&o->stream, o->tokenizer, skip_special);
+}
+
+float row_logprob(const struct request *r, int32_t t)
+{
+    return t < r->n_prompt ? r->prompt_logprobs[t] : r->new_logprobs[t - r->n_prompt];
+}
+
+const struct top_entry *row_top(const struct request *r, int32_t t)
+{
+    if (r->n_top == 0)
+        return NULL;
+    size_t n_top = (size_t)r->n_top;
+    return t < r->n_prompt ? r->prompt_top + (size_t)t * n_top
+                           : r->new_top + (size_t)(t - r->n_prompt) * n_top;
+}
+
+bool write_token(const struct api *a, struct buf *b, int32_t id, bool as_ids)
+{
+    if (as_ids) {
+        buf_adds(b, "\"token_id:");
+        buf_json_i64(b, id);
+        buf_addc(b, '"');
+        return true;
+    }
+    if (!a->tokenizer) {
+        buf_adds(b, "\"\"");
+        return false;
+    }
+    size_t at = b->len;
+    return tokenizer_json_token(a->tokenizer, id, b) && b->len - at > 2;
+}
+
+void write_ids(struct buf *b, const int32_t *ids, int32_t from, int32_t to)
+{
+    buf_addc(b, '[');
+    for (int32_t t = from; t < to; t++) {
+        if (t > from)
+            buf_adds(b, ", ");
+        buf_json_i64(b, ids[t]);
+    }
+    buf_addc(b, ']');
+}
+
+/* Does id's text stand at [at, at + len) of b? */
+static bool is_text_at(const struct api *a, struct buf *b, int32_t id, size_t at, size_t len)
+{
+    size_t end = b->len;
+    write_token(a, b, id, false);
+    bool is_same =
+        !b->failed && b->len - end == len && memcmp(b->data + at, b->data + end, len) == 0;
+    b->len = end;
+    return is_same;
+}
+
+/* {token: logprob, ...}: the row's own token first, then the best n_top. Two tokens may have one
+ * text (bytes of no character are all U+FFFD, ids without a token are ""): then the name is
+ * written once, with the larger number, so that the row's own seems the best only if it is. */
+static void write_top(const struct api *a, struct buf *b, const struct request *r, int32_t t,
+                      const struct row_style *s)
+{
+    size_t names[TOP_MAX + 1], lens[TOP_MAX + 1];
+    const struct top_entry *top = row_top(r, t);
+    float own = row_logprob(r, t);
+    int32_t n = 1, n_top = 0;
+    while (n_top < s->n_top && top[n_top].id >= 0)
+        n_top++;
+    buf_addc(b, '{');
+    names[0] = b->len;
+    bool is_text = write_token(a, b, r->ids[t], s->as_ids);
+    lens[0] = b->len - names[0];
+    for (int32_t i = 0; !is_text && i < n_top; i++)
+        if (top[i].logprob > own && is_text_at(a, b, top[i].id, names[0], lens[0]))
+            own = top[i].logprob;
+    buf_adds(b, ": ");
+    buf_json_f32(b, own);
+    for (int32_t i = 0; i < n_top; i++) {
+        if (top[i].id == r->ids[t])
+            continue;
+        size_t start = b->len;
+        buf_adds(b, ", ");
+        names[n] = b->len;
+        is_text = write_token(a, b, top[i].id, s->as_ids);
+        if (b->failed)
+            return;
+        lens[n] = b->len - names[n];
+        bool is_there = false;
+        for (int32_t j = 0; j < n && !is_text && !is_there; j++)
+            is_there = lens[j] == lens[n] &&
+                       memcmp(b->data + names[j], b->data + names[n], lens[n]) == 0;
+        if (is_there) {
+            b->len = start;
+            continue;
+        }
+        n++;
+        buf_adds(b, ": ");
+        buf_json_f32(b, top[i].logprob);
+    }
+    buf_addc(b, '}');
+}
+
+void write_logprobs(const struct api *a, struct buf *b, const struct request *r, int32_t from,
+                    int32_t to, const struct row_style *s, struct text_offsets *o)
+{
+    buf_adds(b, "{\"text_offset\": [");
+    for (int32_t t = from; t < to; t++) {
+        if (t > from)
+            buf_adds(b, ", ");
+        if (t == r->n_prompt && t > 0)
+            turn_offsets(o, s->skips_special);
+        buf_json_i64(b, next_offset(o, r->ids[t]));
+    }
+    buf_adds(b, "], \"token_logprobs\": [");
+    for (int32_t t = from; t < to; t++) {
+        if (t > from)
+            buf_adds(b, ", ");
+        if (t == 0)
+            buf_adds(b, "null");
+        else
+            buf_json_f32(b, row_logprob(r, t));
+    }
+    buf_adds(b, "], \"tokens\": [");
+    for (int32_t t = from; t < to; t++) {
+        if (t > from)
+            buf_adds(b, ", ");
+        write_token(a, b, r->ids[t], s->as_ids);
+    }
+    buf_adds(b, "], \"top_logprobs\": [");
+    for (int32_t t = from; t < to; t++) {
+        if (t > from)
+            buf_adds(b, ", ");
+        if (t == 0)
+            buf_adds(b, "null");
+        else
+            write_top(a, b, r, t, s);
+    }
+    buf_adds(b, "]}");
+}
+
+static void write_ranked(const struct api *a, struct buf *b, int32_t id, float logprob,
+                         int32_t rank)
+{
+    buf_addc(b, '"');
+    buf_json_i64(b, id);
+    buf_adds(b, "\": {\"logprob\": ");
+    buf_json_f32(b, logprob);
+    buf_adds(b, ", \"rank\": ");
+    if (rank > 0)
+        buf_json_i64(b, rank);
+    else
+        buf_adds(b, "null");
+    buf_adds(b, ", \"decoded_token\": ");
+    write_token(a, b, id, false);
+    buf_addc(b, '}');
+}
+
+void write_prompt_logprobs(const struct api *a, struct buf *b, const struct request *r,
+                           int32_t n_top)
+{
+    buf_adds(b, "[null");
+    for (int32_t t = 1; t < r->n_prompt; t++) {
+        const struct top_entry *top = row_top(r, t);
+        int32_t rank = 0;
+        for (int32_t i = 0; i < n_top && top[i].id >= 0; i++)
+            if (top[i].id == r->ids[t])
+                rank = i + 1;
+        buf_adds(b, ", {");
+        write_ranked(a, b, r->ids[t], r->prompt_logprobs[t], rank);
+        for (int32_t i = 0; i < n_top && top[i].id >= 0; i++) {
+            if (top[i].id == r->ids[t])
+                continue;
+            buf_adds(b, ", ");
+            write_ranked(a, b, top[i].id, top[i].logprob, i + 1);
+        }
+        buf_addc(b, '}');
+    }
+    buf_addc(b, ']');
+}

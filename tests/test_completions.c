@@ -1,0 +1,258 @@
+/* POST /v1/completions over real sockets, with a stub for the engine: shapes, groups of requests,
+ * stop strings, refusals by name. */
+#include <signal.h>
+
+#include "api_stub.h"
+
+static struct answer complete(struct server *s, const char *body)
+{
+    return ask(s, "POST", "/v1/completions", body);
+}
+
+/* The answer's body holds each of the texts, NULL at the end. */
+static void holds(struct server *s, const char *body, const char *what,
+                  const char *const *texts)
+{
+    struct answer a = complete(s, body);
+    CHECK(a.status == 200, "%s: %d", what, a.status);
+    for (; *texts; texts++)
+        CHECK(a.body && strstr(a.body, *texts), "%s: has %s in %s", what, *texts, a.body);
+    answer_free(&a);
+}
+
+#define HOLDS(s, body, what, ...) holds(s, body, what, (const char *const[]){__VA_ARGS__, NULL})
+
+static void test_shapes(void)
+{
+    struct server *s = server_start(NULL);
+    /* What lm-evaluation-harness sends: the numbers of each list, one choice for each. */
+    HOLDS(s,
+          "{\"model\":\"stub-model\",\"prompt\":[[5,6,7],[8,9]],\"temperature\":0,"
+          "\"max_tokens\":1,\"logprobs\":1,\"seed\":1234,\"echo\":true}",
+          "two lists of ids", "\"object\": \"text_completion\"", "\"id\": \"cmpl-pf-",
+          "{\"index\": 0, \"text\": \"&'(", "\"text_offset\": [0, 1, 2, 3]",
+          "\"token_logprobs\": [null, -0.5, -1, -0.125]", "{\"index\": 1, \"text\": \")*",
+          "\"token_logprobs\": [null, -0.5, -0.125]", "\"finish_reason\": \"length\"",
+          "\"usage\": {\"prompt_tokens\": 5, \"total_tokens\": 7, \"completion_tokens\": 2, "
+          "\"prompt_tokens_details\": {\"cached_tokens\": 0}}");
+    HOLDS(s,
+          "{\"prompt\":[5,6],\"max_tokens\":2,\"logprobs\":2,\"return_token_ids\":true,"
+          "\"return_tokens_as_token_ids\":true}",
+          "ids as tokens", "\"tokens\": [\"token_id:300\", \"token_id:301\"]",
+          "\"top_logprobs\": [{\"token_id:300\": -0.125, \"token_id:301\": -0.25}, "
+          "{\"token_id:301\": -0.25, \"token_id:302\": -0.375}]",
+          "\"prompt_token_ids\": [5, 6], \"token_ids\": [300, 301]");
+    HOLDS(s, "{\"prompt\":\"And God said\",\"max_tokens\":0,\"echo\":true,\"logprobs\":0}",
+          "scores only", "\"text\": \"And God said\"",
+          "\"tokens\": [\"And\", \" God\", \" said\"]", "\"text_offset\": [0, 3, 7]",
+          "{\" God\": -0.5}", "\"completion_tokens\": 0");
+    HOLDS(s, "{\"prompt\":[\"And\",\"God\"],\"n\":2,\"max_tokens\":1}", "two of each",
+          "\"index\": 3", "\"prompt_tokens\": 3, \"total_tokens\": 7");
+    HOLDS(s, "{\"prompt\":[5,6,7],\"prompt_logprobs\":2,\"max_tokens\":1}", "vLLM's own",
+          "\"prompt_logprobs\": [null, {\"6\": {\"logprob\": -0.5, \"rank\": null, "
+          "\"decoded_token\": \"'\"}, \"7\": {\"logprob\": -0, \"rank\": 1, \"decoded_token\": "
+          "\"(\"}, \"8\": {\"logprob\": -1, \"rank\": 2",
+          "{\"7\": {\"logprob\": -1, \"rank\": 1, \"decoded_token\": \"(\"}, \"8\":");
+    HOLDS(s, "{\"prompt\":[5,6,7,8],\"truncate_prompt_tokens\":2,\"return_token_ids\":true}",
+          "the end is kept", "\"prompt_token_ids\": [7, 8]");
+    HOLDS(s,
+          "{\"prompt\":[5,6,7,8],\"truncate_prompt_tokens\":2,\"truncation_side\":\"right\","
+          "\"return_token_ids\":true}",
+          "the start is kept", "\"prompt_token_ids\": [5, 6]");
+    HOLDS(
+        s,
+        "{\"prompt\":[1],\"kv_transfer_params\":{\"do_remote_decode\":true},\"max_tokens\":1}",
+        "a sidecar", "\"kv_transfer_params\": {\"do_remote_prefill\": false");
+    HOLDS(
+        s,
+        "{\"prompt\":[1],\"max_tokens\":3,\"stop_token_ids\":[301],\"return_token_ids\":true}",
+        "a stop token", "\"finish_reason\": \"stop\", \"stop_reason\": 301",
+        "\"token_ids\": [300, 301]");
+    HOLDS(s,
+          "{\"prompt\":[1],\"max_tokens\":3,\"stop_token_ids\":[300],\"min_tokens\":1,"
+          "\"return_token_ids\":true}",
+          "not before min_tokens", "\"token_ids\": [300, 301, 302]");
+    struct answer a = complete(s, "{\"prompt\":[1],\"max_tokens\":1,\"cache_salt\":\"x\"}");
+    CHECK(a.status == 200 && answer_has(&a, "X-Prefilld-Ignored", "cache_salt"), "ignored");
+    answer_free(&a);
+    server_stop(s);
+}
+
+/* Tokens 300 to 305, as text. */
+static void test_stop(void)
+{
+    struct server *s = server_start(NULL);
+    struct buf text;
+    int32_t ids[6];
+    char body[512], want[256];
+    for (int i = 0; i < 6; i++)
+        ids[i] = FIRST_NEW + i;
+    buf_init(&text);
+    tokenizer_decode(s->tokenizer, ids, 6, true, &text);
+    buf_cstr(&text);
+    /* From inside the second token to inside the fourth. */
+    size_t lens[6], len = 0;
+    for (int i = 0; i < 6; i++) {
+        size_t n;
+        tokenizer_token_bytes(s->tokenizer, ids[i], &n);
+        lens[i] = len += n;
+    }
+    size_t from = lens[0] + 1, to = lens[2] + 1;
+    snprintf(body, sizeof(body),
+             "{\"prompt\":[1],\"max_tokens\":99,\"stop\":[\"never\",\"%.*s\"],"
+             "\"return_token_ids\":true,\"logprobs\":0}",
+             (int)(to - from), text.data + from);
+    snprintf(want, sizeof(want), "\"text\": \"%.*s\"", (int)from, text.data);
+    atomic_store(&s->token_ms, 1);
+    HOLDS(s, body, "a stop string", want, "\"finish_reason\": \"stop\", \"stop_reason\": \"",
+          "\"token_ids\": [300, 301, 302, 303]", "\"completion_tokens\": 4");
+    CHECK(becomes(&s->n_done, 1) && atomic_load(&s->n_cancels) == 1, "the request was ended");
+    snprintf(body + strlen(body) - 1, 64, ",\"include_stop_str_in_output\":true}");
+    snprintf(want, sizeof(want), "\"text\": \"%.*s\"", (int)to, text.data);
+    HOLDS(s, body, "with the string", want);
+    CHECK(counted(s, OUTCOME_OK) == 2, "both are ok");
+    buf_fini(&text);
+    server_stop(s);
+}
+
+static const struct {
+    const char *field, *says;
+} bad[] = {
+    {"\"prompt\":7",
+     "prompt is an integer; a string, a list of strings or of ids, or a list of lists of ids"},
+    {"\"x\":1", "prompt is missing"},
+    {"\"prompt\":[]", "prompt is empty"},
+    {"\"prompt\":\"\"", "prompt is empty"},
+    {"\"prompt\":[\"And\",\"\"]", "prompt[1] is empty"},
+    {"\"prompt\":[\"And\",5]", "prompt[1] is an integer"},
+    {"\"prompt\":[[1],[]]", "prompt[1] is empty"},
+    {"\"prompt\":[[1],5]", "prompt[1] is an integer"},
+    {"\"prompt\":[[1],[2,-5]]", "prompt[1][1] is negative"},
+    {"\"prompt\":[[1],[2,2100]]", "prompt[1][1] is out of range"},
+    {"\"prompt\":[[1],[2,[3]]]", "prompt[1][1] is a list"},
+    {"\"prompt\":[1,\"secret\"]", "prompt[1] is a string"},
+    {"\"prompt\":[[1],[1],[1],[1],[1],[1],[1],[1],[1]]", "prompt has 9 prompts; at most 8"},
+    {"\"prompt\":[1],\"n\":9", "n times the number of prompts is 9; at most 8"},
+    {"\"prompt\":[1],\"n\":0", "from 1 to 128"},
+    {"\"prompt\":[1],\"best_of\":2", "best_of is another number than n"},
+    {"\"prompt\":[1],\"max_tokens\":-1", "max_tokens is out of range"},
+    {"\"prompt\":[1],\"max_tokens\":101", "together at most 101"},
+    {"\"prompt\":[1],\"logprobs\":true", "logprobs is a boolean"},
+    {"\"prompt\":[1],\"logprobs\":\"secret\"", "logprobs is a string"},
+    {"\"prompt\":[1],\"logprobs\":21", "from 0 to 20"},
+    {"\"prompt\":[1],\"prompt_logprobs\":-1", "from 0 to 20"},
+    {"\"prompt\":[1],\"temperature\":-1", "temperature is out of range"},
+    {"\"prompt\":[1],\"temperature\":\"secret\"", "temperature is a string"},
+    {"\"prompt\":[1],\"top_p\":0", "top_p is 0"},
+    {"\"prompt\":[1],\"top_p\":1.5", "top_p is out of range"},
+    {"\"prompt\":[1],\"top_k\":0.5", "top_k is a number with a fraction"},
+    {"\"prompt\":[1],\"min_p\":2", "min_p"},
+    {"\"prompt\":[1],\"presence_penalty\":3", "from -2 to 2"},
+    {"\"prompt\":[1],\"repetition_penalty\":0", "repetition_penalty"},
+    {"\"prompt\":[1],\"seed\":\"secret\"", "seed is a string"},
+    {"\"prompt\":[1],\"logit_bias\":{\"secret\":1}", "no id in [0, 2100)"},
+    {"\"prompt\":[1],\"logit_bias\":{\"5\":101}", "from -100 to 100"},
+    {"\"prompt\":[1],\"logit_bias\":[5]", "logit_bias is a list"},
+    {"\"prompt\":[1],\"stop\":7", "stop is or holds an integer"},
+    {"\"prompt\":[1],\"stop\":[\"\"]", "1 to 256 bytes"},
+    {"\"prompt\":[1],\"stop_token_ids\":[2100]", "stop_token_ids[0] is out of range"},
+    {"\"prompt\":[1],\"stop_token_ids\":[1,2,3,4,5,6,7,8,9]", "stop_token_ids has 9 ids"},
+    {"\"prompt\":[1],\"min_tokens\":5,\"max_tokens\":4", "at most max_tokens, which is 4"},
+    {"\"prompt\":[1],\"echo\":1", "echo is an integer"},
+    {"\"prompt\":[1],\"suffix\":\"secret\"", "suffix is a string; this version"},
+    {"\"prompt\":[1],\"logprob_token_ids\":[1]", "logprob_token_ids is a list"},
+    {"\"prompt\":[1],\"response_format\":{\"type\":\"secret\"}", "response_format"},
+    {"\"prompt\":[1],\"truncate_prompt_tokens\":0", "truncate_prompt_tokens is 0"},
+    {"\"prompt\":[1],\"truncation_side\":\"secret\"", "\\\"left\\\" and \\\"right\\\""},
+    {"\"prompt\":[1],\"kv_transfer_params\":5", "kv_transfer_params is an integer"},
+};
+
+static void test_refusals(void)
+{
+    struct server *s = server_start(NULL);
+    int n = sizeof(bad) / sizeof(bad[0]);
+    for (int i = 0; i < n; i++) {
+        char body[512];
+        snprintf(body, sizeof(body), "{%s}", bad[i].field);
+        struct answer a = complete(s, body);
+        CHECK(a.status == 400 && strstr(a.body, bad[i].says) && !strstr(a.body, "secret"),
+              "%s: %d %s", body, a.status, a.body);
+        answer_free(&a);
+    }
+    CHECK(counted(s, OUTCOME_INVALID) == n, "each is counted as invalid");
+    CHECK(counted(s, OUTCOME_OK) == 0 && queue_n_waiting(s->queue) == 0, "none was queued");
+    server_stop(s);
+}
+
+/* All or none. */
+static void test_full(void)
+{
+    struct server *s = server_start(NULL);
+    char body[] = "{\"prompt\":[[1],[2],[3],[4],[5]],\"max_tokens\":1}";
+    char request[256];
+    snprintf(request, sizeof(request),
+             "POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: %zu\r\n\r\n%s",
+             strlen(body), body);
+    freeze(s);
+    int fd = client_connect(s->address);
+    client_sends(fd, request);
+    CHECK(waits_for(s, 5), "five of eight wait");
+    struct answer a = complete(s, body);
+    CHECK(a.status == 503 && answer_header(&a, "Retry-After"), "five more: %d %s", a.status,
+          a.body);
+    answer_free(&a);
+    CHECK(queue_n_waiting(s->queue) == 5, "none of them waits");
+    atomic_store(&s->is_frozen, false);
+    a = client_read(fd, 1);
+    CHECK(a.status == 200 && strstr(a.body, "\"index\": 4"), "the first five are answered");
+    answer_free(&a);
+    close(fd);
+    CHECK(counted(s, OUTCOME_OK) == 1 && counted(s, OUTCOME_OVERLOAD) == 1, "two calls");
+    server_stop(s);
+}
+
+static void test_ends(void)
+{
+    struct server *s = server_start(NULL);
+    char body[] = "{\"prompt\":[[1],[2],[3]],\"max_tokens\":50}";
+    atomic_store(&s->outcome, OUTCOME_ERROR);
+    expect(complete(s, body), 500, "server_error", "one fails, all fail");
+    atomic_store(&s->outcome, OUTCOME_DEADLINE);
+    expect(complete(s, body), 504, "\"param\": \"deadline_ms\"", "one is late, all are");
+    atomic_store(&s->outcome, OUTCOME_OK);
+    CHECK(becomes(&s->n_done, 6), "all requests ended: %d", atomic_load(&s->n_done));
+    /* A client that goes: before the first token, and in the middle of the text. */
+    for (int i = 0; i < 2; i++) {
+        atomic_store(&s->n_cancels, 0);
+        atomic_store(&s->n_done, 0);
+        atomic_store(&s->is_held, i == 0);
+        atomic_store(&s->token_ms, 20);
+        char request[256];
+        snprintf(request, sizeof(request),
+                 "POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: %zu\r\n\r\n%s",
+                 strlen(body), body);
+        int fd = client_connect(s->address);
+        client_sends(fd, request);
+        client_sleep_ms(60);
+        close(fd);
+        CHECK(becomes(&s->n_cancels, 3) && becomes(&s->n_done, 3), "hang-up %d: %d cancels", i,
+              atomic_load(&s->n_cancels));
+        atomic_store(&s->is_held, false);
+    }
+    for (int i = 0; i < 2000 && counted(s, OUTCOME_CANCELLED) < 2; i++)
+        client_sleep_ms(1);
+    CHECK(counted(s, OUTCOME_CANCELLED) == 2, "two calls were cancelled");
+    server_stop(s);
+}
+
+int main(void)
+{
+    signal(SIGPIPE, SIG_IGN);
+    log_init(LOG_LEVEL_ERROR);
+    test_shapes();
+    test_stop();
+    test_refusals();
+    test_full();
+    test_ends();
+    return tap_done();
+}
