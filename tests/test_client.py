@@ -249,9 +249,10 @@ def check_interrupt():
                                    f"http://127.0.0.1:{idle.getsockname()[1]}"],
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-        idle.accept()[0].recv(1)
-        client.send_signal(signal.SIGINT)
-        out = client.communicate(timeout=30)
+        with idle.accept()[0] as waiting:
+            waiting.recv(1)
+            client.send_signal(signal.SIGINT)
+            out = client.communicate(timeout=30)
         check(client.returncode == -signal.SIGINT and out == (b"", b""),
               "an interrupt ends it, without a word", (client.returncode, out))
 
