@@ -31,6 +31,7 @@ static const struct route routes[] = {
     {"POST", "/v1/completions", false, true, api_completions},
     {"GET", "/v1/models", false, false, api_models},
     {"GET", "/v1/trace", false, false, api_trace},
+    {"GET", "/", true, false, api_page},
     {"GET", "/health", true, false, api_health},
     {"GET", "/ready", true, false, api_ready},
     {"GET", "/version", true, false, api_version},

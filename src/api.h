@@ -12,6 +12,7 @@
 #include "http.h"
 #include "metrics.h"
 #include "queue.h"
+#include "steps.h"
 #include "tokenizer.h"
 #include "trace.h"
 
@@ -35,6 +36,7 @@ struct api {
     const struct tokenizer *tokenizer; /* NULL: ids only */
     struct queue *queue;
     struct trace *trace;
+    struct steps *steps;
     void (*cancel)(void *arg, struct request *r); /* engine_cancel */
     void *cancel_arg;
     const char *model_id;

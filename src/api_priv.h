@@ -39,6 +39,7 @@ void api_ready(struct api *a, struct exchange *x);
 void api_version(struct api *a, struct exchange *x);
 void api_models(struct api *a, struct exchange *x);
 void api_metrics(struct api *a, struct exchange *x);
+void api_page(struct api *a, struct exchange *x);
 void api_trace(struct api *a, struct exchange *x);
 
 #endif

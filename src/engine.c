@@ -51,6 +51,8 @@ int engine_open(const struct engine_config *c, struct model *model, struct queue
         rc = pages_init(&en->pages, sizes->n_pages, sizes->o.page_tokens);
     if (rc == 0)
         rc = trace_init(&en->trace);
+    if (rc == 0)
+        rc = steps_init(&en->feed);
     for (int i = 0; i < STEPS_IN_FLIGHT && rc == 0; i++)
         rc = step_open(&en->steps[i], &lim);
     if (rc != 0) {
@@ -78,6 +80,7 @@ void engine_close(struct engine *en)
         step_close(&en->steps[i]);
     free(en->plan);
     trace_fini(&en->trace);
+    steps_fini(&en->feed);
     if (en->model)
         model_set_goes_on(en->model, NULL, NULL);
     free(en);
@@ -327,6 +330,17 @@ static void engine_trace_step(struct engine *en, struct trace_step *t)
     trace_add(&en->trace, t);
 }
 
+/* After steps_take. */
+static void engine_feed_step(struct engine *en, const struct trace_step *t)
+{
+    struct steps_record *r = &en->record;
+    r->ended_us = t->done_us;
+    r->us = t->device_us >= 0 ? (int64_t)t->device_us : t->done_us - t->launch_us;
+    r->gap_us = t->gap_us;
+    metrics_get_pools(en->metrics, &r->pools);
+    steps_add(&en->feed, r);
+}
+
 /* Publishes the oldest step when it has ended. */
 static bool engine_collect(struct engine *en, bool wait)
 {
@@ -343,6 +357,7 @@ static bool engine_collect(struct engine *en, bool wait)
     en->n_in_flight--;
     if (!s->is_abandoned)
         engine_measure(en, s);
+    steps_take(&en->record, s);
     for (int32_t i = 0; i < s->n_pieces; i++) {
         if (s->is_abandoned)
             engine_end_abandoned(en, s->pieces[i].req);
@@ -351,6 +366,7 @@ static bool engine_collect(struct engine *en, bool wait)
     }
     engine_trace_step(en, &en->traces[s - en->steps]);
     engine_publish_metrics(en);
+    engine_feed_step(en, &en->traces[s - en->steps]);
     return true;
 }
 
@@ -452,6 +468,11 @@ void engine_cancel(struct engine *en, struct request *r)
     atomic_store(&r->cancelled, true);
     atomic_fetch_add(&en->n_cancels, 1);
     queue_wake(en->queue);
+}
+
+struct steps *engine_feed(struct engine *en)
+{
+    return &en->feed;
 }
 
 struct trace *engine_trace(struct engine *en)

@@ -13,6 +13,7 @@
 #include "metrics.h"
 #include "model.h"
 #include "queue.h"
+#include "steps.h"
 #include "trace.h"
 
 struct engine_config {
@@ -48,6 +49,8 @@ void engine_cancel(struct engine *en, struct request *r);
 
 /* The latest steps' trace; lives as long as the engine. */
 struct trace *engine_trace(struct engine *en);
+/* The feed of GET /v1/steps; the engine's. */
+struct steps *engine_feed(struct engine *en);
 
 /* Drain: the queue was stopped by the caller; returns when nothing is left or deadline_us
  * (monotonic) has passed; false: requests are left. Any thread. */

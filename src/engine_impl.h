@@ -10,6 +10,7 @@
 #include "rate.h"
 #include "slots.h"
 #include "step.h"
+#include "steps.h"
 
 enum { STEPS_IN_FLIGHT = 2 };
 
@@ -23,6 +24,8 @@ struct engine {
     struct step steps[STEPS_IN_FLIGHT];
     struct trace_step traces[STEPS_IN_FLIGHT]; /* of the same steps */
     struct trace trace;
+    struct steps feed;
+    struct steps_record record; /* of the step being published */
     int32_t i_oldest, n_in_flight;
     int64_t step_number;
     int64_t last_end_us;

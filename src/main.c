@@ -287,8 +287,10 @@ static int server_open_model(struct server *s, struct errmsg *e)
     if (s->conf.trace_operations && s->backend.ops->trace)
         s->backend.ops->trace(&s->backend, true);
     rc = engine_open(&c, s->model, s->queue, &s->metrics, &s->engine, e);
-    if (rc == 0)
+    if (rc == 0) {
         s->api.trace = engine_trace(s->engine);
+        s->api.steps = engine_feed(s->engine);
+    }
     if (rc == 0)
         rc = engine_self_test(s->engine, s->arch.vocab, e);
     if (rc == 0)

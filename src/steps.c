@@ -1,0 +1,97 @@
+#include "steps.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+int steps_init(struct steps *s)
+{
+    memset(s, 0, sizeof(*s));
+    return pthread_mutex_init(&s->lock, NULL) == 0 ? 0 : ERR_NOMEM;
+}
+
+void steps_fini(struct steps *s)
+{
+    pthread_mutex_destroy(&s->lock);
+}
+
+void steps_take(struct steps_record *r, const struct step *step)
+{
+    r->number = step->number;
+    r->n_tokens = step->host.n_tokens;
+    r->n_pieces = step->n_pieces;
+    r->gap_us = -1;
+    for (int32_t i = 0; i < step->n_pieces && i < STEPS_PIECES; i++) {
+        const struct step_piece *p = &step->pieces[i];
+        struct steps_piece *to = &r->pieces[i];
+        snprintf(to->id, sizeof(to->id), "%.*s", STEPS_ID - 1, p->req->id);
+        to->start = p->start;
+        to->n_tokens = p->n_tokens;
+        to->is_last = p->is_last;
+    }
+}
+
+void steps_add(struct steps *s, const struct steps_record *r)
+{
+    pthread_mutex_lock(&s->lock);
+    s->records[s->n_added++ % STEPS_KEPT] = *r;
+    pthread_mutex_unlock(&s->lock);
+}
+
+int64_t steps_end(struct steps *s)
+{
+    pthread_mutex_lock(&s->lock);
+    int64_t n = s->n_added;
+    pthread_mutex_unlock(&s->lock);
+    return n;
+}
+
+static void render(const struct steps_record *r, struct buf *out)
+{
+    const struct metrics_pools *p = &r->pools;
+    buf_printf(out,
+               "data: {\"step\": %lld, \"t_ms\": %.3f, \"ms\": %.3f, \"tokens\": %d, "
+               "\"n_pieces\": %d, ",
+               (long long)r->number, (double)r->ended_us / 1e3, (double)r->us / 1e3,
+               r->n_tokens, r->n_pieces);
+    if (r->gap_us >= 0)
+        buf_printf(out, "\"gap_us\": %.1f, ", (double)r->gap_us);
+    buf_adds(out, "\"pieces\": [");
+    for (int32_t i = 0; i < r->n_pieces && i < STEPS_PIECES; i++) {
+        const struct steps_piece *q = &r->pieces[i];
+        buf_adds(out, i ? ", {\"id\": " : "{\"id\": ");
+        buf_json_string(out, q->id, strlen(q->id));
+        buf_printf(out, ", \"start\": %d, \"tokens\": %d, \"last\": %s}", q->start, q->n_tokens,
+                   q->is_last ? "true" : "false");
+    }
+    buf_printf(
+        out,
+        "], \"running\": %d, \"waiting\": %d, \"slots\": [%d, %d, %d], \"pages\": [%d, %d, "
+        "%d]}\n\n",
+        p->requests_running, p->requests_waiting, p->slots_free, p->slots_held, p->slots_cached,
+        p->pages_free, p->pages_held, p->pages_cached);
+}
+
+int64_t steps_render(struct steps *s, int64_t from, struct buf *out)
+{
+    struct steps_record *r = malloc(sizeof(*r));
+    int64_t end = steps_end(s);
+    if (!r) {
+        out->failed = true;
+        return from;
+    }
+    /* One at a time: the engine waits for the copy of one at most. */
+    for (from = from > end - STEPS_KEPT ? from : end - STEPS_KEPT; from < end; from++) {
+        if (from < 0)
+            continue;
+        pthread_mutex_lock(&s->lock);
+        bool is_there = from >= s->n_added - STEPS_KEPT;
+        if (is_there)
+            *r = s->records[from % STEPS_KEPT];
+        pthread_mutex_unlock(&s->lock);
+        if (is_there)
+            render(r, out);
+    }
+    free(r);
+    return end;
+}

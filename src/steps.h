@@ -1,0 +1,54 @@
+/* The feed of GET /v1/steps: what the latest steps held, for the live page.
+ *
+ * The engine thread adds one record a step; workers render them as server-sent events. Holds the
+ * last STEPS_KEPT: a reader that falls behind misses the older ones. */
+#ifndef PREFILLD_STEPS_H
+#define PREFILLD_STEPS_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "buf.h"
+#include "metrics.h"
+#include "step.h"
+
+enum { STEPS_KEPT = 256, STEPS_PIECES = 32, STEPS_ID = 40 };
+
+struct steps_piece {
+    char id[STEPS_ID]; /* of the request, cut short */
+    int32_t start, n_tokens;
+    bool is_last;
+};
+
+struct steps_record {
+    int64_t number;
+    int64_t ended_us; /* monotonic */
+    int64_t us;       /* the step took */
+    float gap_us;     /* the device idled before it; negative: not known */
+    int32_t n_tokens, n_pieces;
+    struct steps_piece pieces[STEPS_PIECES]; /* the first of n_pieces */
+    struct metrics_pools pools;              /* behind it */
+};
+
+struct steps {
+    pthread_mutex_t lock; /* a leaf: nothing else is locked under it */
+    struct steps_record records[STEPS_KEPT];
+    int64_t n_added;
+};
+
+int steps_init(struct steps *s);
+void steps_fini(struct steps *s);
+
+/* Fills r from a step whose requests are still there. */
+void steps_take(struct steps_record *r, const struct step *step);
+/* Engine thread. */
+void steps_add(struct steps *s, const struct steps_record *r);
+
+/* One event for each record from place `from` on (0: the oldest that is held), as `data: {..}` and
+ * an empty line. Returns the place behind the last. Any thread. */
+int64_t steps_render(struct steps *s, int64_t from, struct buf *out);
+/* The place behind the latest record. */
+int64_t steps_end(struct steps *s);
+
+#endif
