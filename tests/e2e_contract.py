@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import re
 import threading
 import time
 
@@ -281,6 +282,18 @@ def test_trace():
             check(a.status == 400 and a.error()["param"] == "last", f"/v1/trace?{query}: 400", a)
 
 
+def test_dashboard(d):
+    with open(os.path.join(SRCDIR, "etc", "grafana.json"), encoding="utf-8") as f:
+        panels = json.load(f)["panels"]
+    served = {name.split("{")[0] for name in d.metrics()}
+    read = set()
+    for panel in panels:
+        for target in panel["targets"]:
+            read |= set(re.findall(r"(?:prefilld|vllm):?_?[a-z_]+", target["expr"]))
+    check(len(read) > 10 and read <= served, "the dashboard reads metrics that are served",
+          sorted(read - served))
+
+
 def main():
     with Daemon() as d:
         sums = d.pool_sums()
@@ -289,6 +302,7 @@ def main():
         test_text(d)
         test_refusals(d)
         test_requests(d)
+        test_dashboard(d)
         check(until(d.is_idle) and d.pool_sums() == sums, "all slots and pages are back", sums)
         m = d.metrics()
         check(m["prefilld_steps_total"] > 20 and m["prefilld_step_tokens_total"] > 3000 and
