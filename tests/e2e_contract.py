@@ -192,7 +192,7 @@ def test_refusals(d):
               a.headers["content-type"] == "application/json" and len(a.body) < 1000 and
               "x-request-id" in a.headers, f"{str(body)[:60]}: {status} {param}", a)
     check(d.counted("invalid") == before + len(cases), "each is counted")
-    for method, path, status in (("GET", "/nothing", 404), ("POST", "/v1/completions", 404),
+    for method, path, status in (("GET", "/nothing", 404), ("POST", "/v1/embeddings", 404),
                                  ("GET", "/v1/sessions", 404), ("GET", "/v1/prefill", 405),
                                  ("POST", "/health", 405), ("PUT", "/v1/models", 405)):
         a = d.ask(method, path)
