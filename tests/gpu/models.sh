@@ -5,7 +5,7 @@
 cd "$(dirname "$0")" || exit 1
 logs=${1:-.}
 [ $# -gt 0 ] && shift
-wanted=${*:-backend models bits engine daemon storm memcheck bench}
+wanted=${*:-backend models bits engine daemon storm contract memcheck bench}
 SRCDIR=$PWD/src
 BUILDDIR=$PWD
 LD_LIBRARY_PATH=$PWD/lib:/usr/local/cuda/lib64
@@ -61,6 +61,7 @@ for what in $wanted; do
         step daemon 120 python3 daemon.py
         grep '^#' "$logs/daemon.log"
         ;;
+    contract) step contract 120 python3 src/tests/e2e_contract.py ;;
     storm) step storm 120 python3 src/tests/e2e_storm.py 3000 ;;
     bench)
         models=src/tests/bench/models
