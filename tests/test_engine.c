@@ -14,6 +14,7 @@ struct client {
     pthread_t thread;
     int outcomes[OUTCOME_COUNT];
     int n_refused;
+    int n_short; /* generated fewer tokens than asked for */
 };
 
 static void on_done(struct request *r, void *arg)
@@ -45,6 +46,14 @@ static void *client_main(void *arg)
         atomic_int done = 0;
         struct request *r = new_request(c->f, &rng, &done, 1 + rng_int(&rng, 200));
         int fate = rng_int(&rng, 4);
+        /* Half of them generate, whatever their fate. */
+        struct sampling s = {.max_new = 1 + rng_int(&rng, 24),
+                             .temperature = rng_int(&rng, 2) ? 0.8f : 0,
+                             .top_k = rng_int(&rng, 40),
+                             .frequency_penalty = rng_int(&rng, 2) ? 0.5f : 0,
+                             .seed = (uint64_t)i};
+        if (rng_int(&rng, 2) && request_generate(r, &s, c->f->sizes.o.page_tokens) != 0)
+            exit(1);
         if (fate == 1)
             r->item.deadline_us = request_now_us() + rng_int(&rng, 3000);
         if (queue_push(c->f->queue, r) != 0) {
@@ -59,6 +68,8 @@ static void *client_main(void *arg)
         while (!atomic_load(&done))
             usleep(100);
         c->outcomes[r->outcome]++;
+        if (r->outcome == OUTCOME_OK && r->sampling && atomic_load(&r->n_new) != s.max_new)
+            c->n_short++;
         request_unref(r);
     }
     return NULL;
@@ -105,6 +116,7 @@ static void test_clients(void)
             total += c[i].outcomes[o];
         }
         total += c[i].n_refused;
+        CHECK(c[i].n_short == 0, "client %d: all tokens were generated", i);
     }
     printf("# ok %d deadline %d cancelled %d error %d\n", sum[OUTCOME_OK],
            sum[OUTCOME_DEADLINE], sum[OUTCOME_CANCELLED], sum[OUTCOME_ERROR]);
