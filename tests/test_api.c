@@ -162,7 +162,7 @@ static void test_other_calls(void)
     expect(ask(s, "GET", "/v1/models", ""), 200,
            "{\"object\": \"list\", \"data\": [{\"id\": \"stub-model\", \"object\": \"model\", "
            "\"created\": 1, \"owned_by\": \"prefilld\", \"root\": \"stub-model\", "
-           "\"max_model_len\": 100}]}",
+           "\"max_model_len\": 100, \"vocab_size\": ",
            "models");
     expect(ask(s, "GET", "/metrics", ""), 200, "\nprefilld_connections 1\n", "metrics");
     expect(ask(s, "GET", "/health", ""), 200, "{\"status\": \"ok\"}", "health");
