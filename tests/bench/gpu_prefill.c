@@ -324,6 +324,12 @@ int main(int argc, char **argv)
     if (!dir || repeats < 1 || repeats > MAX_REPEATS ||
         fixture_open_as(&f, dir, &o, 0, true) != 0)
         return 1;
+    if (dir == temporary) {
+        char path[600];
+        snprintf(path, sizeof(path), "%s/config.json", dir);
+        unlink(path);
+        rmdir(dir);
+    }
     printf("# %s, %d layers, %.1f GB of weights, opened in %.1f s\n", argv[1], f.arch.n_layers,
            (double)f.sizes.weights_bytes / 1e9, (double)(now_ns() - from_ns) / 1e9);
     real_ops = f.backend.ops;
