@@ -149,13 +149,15 @@ check_install() {
 # In the build directory: the tarball that distcheck left has every file of the repository, and
 # nothing that a build made.
 check_tarball() {
-    if tar -tzf prefilld-*.tar.gz | grep -E '\.(o|d|pyc)$|/\.deps/'; then
+    # shellcheck disable=SC2012
+    tarball=$(ls -t prefilld-*.tar.gz | head -n 1)
+    tar -tzf "$tarball" | sed 's,^[^/]*/,,' | sort >tarball.files
+    if grep -E '\.(o|d|pyc)$|/\.deps/' tarball.files; then
         echo "is in the tarball" && return 1
     fi
     if ! git -C "$root" ls-files >tree.files 2>&1; then
         echo "not a git repository, or no git: nothing to compare with" && return 0
     fi
-    tar -tzf prefilld-*.tar.gz | sed 's,^[^/]*/,,' | sort >tarball.files
     grep -vx '.gitignore' tree.files | sort | comm -23 - tarball.files >missing.files
     [ ! -s missing.files ] || { echo "make dist leaves out:" && cat missing.files && return 1; }
 }
