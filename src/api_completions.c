@@ -1,11 +1,9 @@
 /* POST /v1/completions, as OpenAI and vLLM have it: prompts in, texts and numbers out. */
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-#include "api_choice.h"
-#include "api_logprobs.h"
+#include "api_completion.h"
 #include "backend.h"
 
 enum { DEFAULT_MAX_TOKENS = 16, MAX_N = 128 };
@@ -50,20 +48,6 @@ static const char *const unserved[] = {
     "bad_words",    "allowed_token_ids", "structured_outputs", "guided_json",
     "guided_regex", "guided_choice",     "guided_grammar",     NULL};
 
-struct completion {
-    struct group group;
-    struct choosing choosing;
-    struct prompt *prompts; /* [n_prompts], until their requests are made */
-    int32_t n_prompts, n;   /* n: choices for each */
-    int32_t max_new;        /* -1: not said */
-    int32_t n_top;          /* of logprobs; -1: none wanted */
-    int32_t n_prompt_top;   /* of prompt_logprobs; -1: none wanted */
-    bool echo, with_ids, as_ids;
-    bool with_kv;           /* kv_transfer_params was given */
-    struct choice *choices; /* [group.n], as the group's members */
-    int64_t created;
-};
-
 /* ---- the question ---- */
 
 static int read_counts(const json_t *root, struct completion *c, struct json_error *e)
@@ -100,10 +84,27 @@ static int read_format(const json_t *root, struct json_error *e)
                      "response_format asks for a form; only {\"type\": \"text\"} is accepted");
 }
 
+static int read_stream(const json_t *root, struct completion *c, struct json_error *e)
+{
+    const json_t *o = json_object_get(root, "stream_options");
+    int rc = json_get_bool(root, "stream", &c->group.is_stream, e);
+    if (rc != 0 || !o || json_is_null(o))
+        return rc;
+    if (!json_is_object(o) || !c->group.is_stream)
+        return json_fail(
+            e, ERR_INVALID, "stream_options",
+            "stream_options is %s%s; an object beside \"stream\": true is accepted",
+            json_kind(o), c->group.is_stream ? "" : " without a stream");
+    rc = json_get_bool(o, "include_usage", &c->with_usage, e);
+    if (rc == 0)
+        rc = json_get_bool(o, "continuous_usage_stats", &c->usage_in_each, e);
+    return rc;
+}
+
 static int read_options(const struct api *a, const json_t *root, struct completion *c,
                         struct json_error *e)
 {
-    bool adds_special, is_stream = false;
+    bool adds_special;
     const json_t *kv = json_object_get(root, "kv_transfer_params");
     int rc = api_refuse_fields(root, unserved, e);
     if (rc == 0)
@@ -119,15 +120,15 @@ static int read_options(const struct api *a, const json_t *root, struct completi
     if (rc == 0)
         rc = json_get_bool(root, "add_special_tokens", &adds_special, e);
     if (rc == 0)
-        rc = json_get_bool(root, "stream", &is_stream, e);
-    if (rc == 0 && is_stream)
-        rc =
-            json_fail(e, ERR_INVALID, "stream",
-                      "stream is true; this version does not serve it, only false is accepted");
+        rc = read_stream(root, c, e);
     if (rc == 0 && kv && !json_is_null(kv) && !json_is_object(kv))
         rc = json_fail(e, ERR_INVALID, "kv_transfer_params",
                        "kv_transfer_params is %s; an object is accepted", json_kind(kv));
     c->with_kv = json_is_object(kv);
+    if (rc == 0 && c->group.is_stream && c->n_prompt_top >= 0)
+        rc = json_fail(
+            e, ERR_INVALID, "prompt_logprobs",
+            "prompt_logprobs is given with a stream; only its absence is accepted there");
     return rc ? rc : api_read_choosing(a, root, &c->choosing, e);
 }
 
@@ -211,7 +212,10 @@ static void release(struct group *g)
     struct completion *c = (struct completion *)g;
     for (int32_t i = 0; c->choices && i < g->n; i++)
         choice_fini(&c->choices[i]);
+    for (int32_t i = 0; c->offsets && i < g->n; i++)
+        text_offsets_fini(&c->offsets[i]);
     free(c->choices);
+    free(c->offsets);
     prompts_free(c->prompts, c->n_prompts);
     choosing_fini(&c->choosing);
     group_fini(g);
@@ -258,6 +262,9 @@ static int add_choice(struct completion *c, struct prompt *p, int32_t i)
                   max_new, c->choosing.sampling.seed + (uint64_t)i) != 0)
         return ERR_NOMEM;
     choice_init(&c->choices[g->n - 1], g->api, &c->choosing, &g->members[g->n - 1], max_new);
+    if (c->offsets)
+        text_offsets_init(&c->offsets[g->n - 1], g->api->tokenizer,
+                          !c->echo && c->choosing.skips_special);
     return 0;
 }
 
@@ -265,7 +272,9 @@ static int add_choices(struct completion *c)
 {
     int rc = 0;
     c->choices = calloc((size_t)c->group.cap, sizeof(*c->choices));
-    if (!c->choices)
+    if (c->group.is_stream)
+        c->offsets = calloc((size_t)c->group.cap, sizeof(*c->offsets));
+    if (!c->choices || (c->group.is_stream && !c->offsets))
         return ERR_NOMEM;
     for (int32_t p = 0; p < c->n_prompts && rc == 0; p++) {
         for (int32_t i = 0; i < c->n && rc == 0; i++)
@@ -275,16 +284,6 @@ static int add_choices(struct completion *c)
     }
     return rc;
 }
-
-static void update(struct group *g)
-{
-    struct completion *c = (struct completion *)g;
-    for (int32_t i = 0; i < g->n; i++)
-        while (choice_step(&c->choices[i]))
-            ;
-}
-
-static void format(struct group *g, struct buf *b);
 
 void api_completions(struct api *a, struct exchange *x)
 {
@@ -299,12 +298,12 @@ void api_completions(struct api *a, struct exchange *x)
         api_refuse(a, x, 500, NULL, "memory is short");
         return;
     }
-    c->group.format = format;
+    c->group.format = completion_format;
     c->group.release = release;
     c->created = (int64_t)time(NULL);
     int rc = read_question(a, x, c, &common, &e);
-    if (rc == 0 && c->choosing.n_stops > 0)
-        c->group.update = update;
+    if (c->choosing.n_stops > 0 || c->group.is_stream)
+        c->group.update = completion_update;
     if (rc == 0)
         rc = group_init(&c->group, a, x, &common, c->n_prompts * c->n);
     if (rc == 0)
@@ -317,116 +316,4 @@ void api_completions(struct api *a, struct exchange *x)
         return;
     }
     group_start(&c->group);
-}
-
-/* ---- the answer ---- */
-
-static void add_text(struct completion *c, struct buf *b, const struct choice *choice)
-{
-    const struct request *r = choice->member->request;
-    struct buf all;
-    buf_init(&all);
-    if (c->echo && c->group.api->tokenizer)
-        tokenizer_decode(c->group.api->tokenizer, r->ids, (size_t)r->n_prompt, false, &all);
-    buf_add(&all, choice->text.data, choice->text.len);
-    buf_json_string(b, all.data ? all.data : "", all.len);
-    b->failed |= all.failed || choice->text.failed;
-    buf_fini(&all);
-}
-
-static void add_choice_logprobs(struct completion *c, struct buf *b,
-                                const struct choice *choice)
-{
-    const struct request *r = choice->member->request;
-    const struct row_style style = {c->n_top, c->as_ids, c->choosing.skips_special};
-    struct text_offsets o;
-    text_offsets_init(&o, c->group.api->tokenizer, !c->echo && c->choosing.skips_special);
-    write_logprobs(c->group.api, b, r, c->echo ? 0 : r->n_prompt,
-                   r->n_prompt + choice->n_tokens, &style, &o);
-    b->failed |= o.scratch.failed;
-    text_offsets_fini(&o);
-}
-
-static void add_answer(struct completion *c, struct buf *b, int32_t i)
-{
-    struct choice *choice = &c->choices[i];
-    const struct request *r = choice->member->request;
-    buf_printf(b, "{\"index\": %d, \"text\": ", i);
-    add_text(c, b, choice);
-    buf_adds(b, ", \"logprobs\": ");
-    if (c->n_top >= 0)
-        add_choice_logprobs(c, b, choice);
-    else
-        buf_adds(b, "null");
-    buf_printf(b, ", \"finish_reason\": \"%s\", \"stop_reason\": ", choice_reason(choice));
-    choice_write_stop_reason(choice, b);
-    if (c->n_prompt_top >= 0) {
-        buf_adds(b, ", \"prompt_logprobs\": ");
-        write_prompt_logprobs(c->group.api, b, r, c->n_prompt_top);
-    }
-    if (c->with_ids) {
-        buf_adds(b, ", \"prompt_token_ids\": ");
-        write_ids(b, r->ids, 0, r->n_prompt);
-        buf_adds(b, ", \"token_ids\": ");
-        write_ids(b, r->ids, r->n_prompt, r->n_prompt + choice->n_tokens);
-    }
-    buf_addc(b, '}');
-}
-
-/* A prompt counts once, however many choices it has. */
-static void add_usage(const struct completion *c, struct buf *b)
-{
-    int64_t n_prompt = 0, n_cached = 0, n_new = 0;
-    for (int32_t i = 0; i < c->group.n; i++) {
-        const struct request *r = c->group.requests[i];
-        n_prompt += i % c->n == 0 ? r->n_prompt : 0;
-        n_cached += i % c->n == 0 ? r->n_cached : 0;
-        n_new += c->choices[i].n_tokens;
-    }
-    buf_printf(b,
-               "{\"prompt_tokens\": %lld, \"total_tokens\": %lld, \"completion_tokens\": %lld, "
-               "\"prompt_tokens_details\": {\"cached_tokens\": %lld}}",
-               (long long)n_prompt, (long long)(n_prompt + n_new), (long long)n_new,
-               (long long)n_cached);
-}
-
-static void add_head(const struct completion *c, struct buf *b)
-{
-    const struct api *a = c->group.api;
-    char id[HTTP_ID_MAX + 8];
-    snprintf(id, sizeof(id), "cmpl-%s", exchange_id(c->group.exchange));
-    buf_adds(b, "{\"id\": ");
-    buf_json_string(b, id, strlen(id));
-    buf_printf(b, ", \"object\": \"text_completion\", \"created\": %lld, \"model\": ",
-               (long long)c->created);
-    buf_json_string(b, a->model_id, strlen(a->model_id));
-}
-
-/* The shape that a disaggregation sidecar hands on to a decoder. No state is kept for it, and
- * do_remote_prefill false says so: the decoder computes the prompt itself. */
-static void add_kv(const struct completion *c, struct buf *b)
-{
-    const char *id = exchange_id(c->group.exchange);
-    if (!c->with_kv)
-        return;
-    buf_adds(b, ", \"kv_transfer_params\": {\"do_remote_prefill\": false, "
-                "\"do_remote_decode\": false, \"remote_engine_id\": ");
-    buf_json_string(b, id, strlen(id));
-    buf_adds(b, ", \"remote_block_ids\": [], \"remote_host\": null, \"remote_port\": null}");
-}
-
-static void format(struct group *g, struct buf *b)
-{
-    struct completion *c = (struct completion *)g;
-    update(g);
-    add_head(c, b);
-    buf_adds(b, ", \"choices\": [");
-    for (int32_t i = 0; i < g->n; i++) {
-        buf_adds(b, i ? ", " : "");
-        add_answer(c, b, i);
-    }
-    buf_adds(b, "], \"usage\": ");
-    add_usage(c, b);
-    add_kv(c, b);
-    buf_adds(b, "}");
 }

@@ -235,6 +235,8 @@ void group_start(struct group *g)
         return;
     }
     /* From a successful push on x is the engine's: it may be answered and gone by now. */
+    if (g->is_stream)
+        exchange_stream_open(x);
     int rc = queue_push_all(a->queue, g->requests, g->n);
     if (rc == 0)
         return;
@@ -279,7 +281,10 @@ static void finish(struct group *g)
         buf_init(&b);
         g->format(g, &b);
         finish_line(a, x, b.failed ? 500 : 200, b.failed ? OUTCOME_ERROR : OUTCOME_OK, g);
-        api_reply(x, 200, &b);
+        if (g->is_stream && !b.failed)
+            exchange_stream_end(x, &b);
+        else
+            api_reply(x, 200, &b);
         return;
     }
     bool is_lost = atomic_load(&a->metrics->device_lost);

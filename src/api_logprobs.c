@@ -221,3 +221,39 @@ void write_prompt_logprobs(const struct api *a, struct buf *b, const struct requ
     }
     buf_addc(b, ']');
 }
+
+/* Without the brace that ends it. */
+static void write_chat_token(const struct api *a, struct buf *b, int32_t id, float logprob)
+{
+    size_t len = 0;
+    const char *bytes = a->tokenizer ? tokenizer_token_bytes(a->tokenizer, id, &len) : NULL;
+    buf_adds(b, "{\"token\": ");
+    write_token(a, b, id, false);
+    buf_adds(b, ", \"logprob\": ");
+    buf_json_f32(b, logprob);
+    buf_adds(b, ", \"bytes\": [");
+    for (size_t i = 0; i < len; i++) {
+        buf_adds(b, i ? ", " : "");
+        buf_json_i64(b, (unsigned char)bytes[i]);
+    }
+    buf_addc(b, ']');
+}
+
+void write_chat_logprobs(const struct api *a, struct buf *b, const struct request *r,
+                         int32_t from, int32_t to, int32_t n_top)
+{
+    buf_adds(b, "{\"content\": [");
+    for (int32_t t = from; t < to; t++) {
+        const struct top_entry *top = row_top(r, t);
+        buf_adds(b, t > from ? ", " : "");
+        write_chat_token(a, b, r->ids[t], row_logprob(r, t));
+        buf_adds(b, ", \"top_logprobs\": [");
+        for (int32_t i = 0; i < n_top && top[i].id >= 0; i++) {
+            buf_adds(b, i ? ", " : "");
+            write_chat_token(a, b, top[i].id, top[i].logprob);
+            buf_addc(b, '}');
+        }
+        buf_adds(b, "]}");
+    }
+    buf_adds(b, "]}");
+}

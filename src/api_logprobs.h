@@ -41,6 +41,9 @@ void write_logprobs(const struct api *a, struct buf *b, const struct request *r,
  * when it is beyond the n_top candidates. */
 void write_prompt_logprobs(const struct api *a, struct buf *b, const struct request *r,
                            int32_t n_top);
+/* OpenAI's chats: {"content": [{"token", "logprob", "bytes", "top_logprobs"}]}. */
+void write_chat_logprobs(const struct api *a, struct buf *b, const struct request *r,
+                         int32_t from, int32_t to, int32_t n_top);
 /* [ids] of rows [from, to). */
 void write_ids(struct buf *b, const int32_t *ids, int32_t from, int32_t to);
 

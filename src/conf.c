@@ -83,6 +83,8 @@ const struct option conf_options[] = {
      "seconds a client may take over its body, in all"},
     {"idle-timeout-s", "N", "60", KIND_I32, AT(idle_timeout_s), 1, DAY_S, 0, NULL,
      "seconds a connection may stay open without a request"},
+    {"sse-ping-s", "N", "30", KIND_I32, AT(sse_ping_s), 0, DAY_S, 0, NULL,
+     "seconds until a silent stream gets a comment; 0: never"},
 
     {.help = "Operation"},
     {"log-level", "LEVEL", "info", KIND_CHOICE, AT(log_level), 0, 0, 0, log_choices,

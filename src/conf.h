@@ -51,6 +51,7 @@ struct conf {
     int32_t header_timeout_s;
     int32_t body_timeout_s;
     int32_t idle_timeout_s; /* keep-alive without a request */
+    int32_t sse_ping_s;     /* 0: none */
 
     /* operation */
     int32_t drain_s;

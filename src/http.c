@@ -133,7 +133,11 @@ static void on_completed(void *cls, struct MHD_Connection *mhd, void **context,
         return;
     *context = NULL;
     struct conn *c = x->conn;
+    /* While its descriptor is open. */
+    watch_remove(h->watch, x->watch_token);
     pthread_mutex_lock(&h->lock);
+    if (x->state == EXCHANGE_STREAMING)
+        exchange_lose_stream(x);
     c->current = NULL;
     c->phase = CONN_IDLE;
     c->deadline_us = http_now_us() + (int64_t)h->c.idle_timeout_s * 1000000;
@@ -148,26 +152,65 @@ static void on_completed(void *cls, struct MHD_Connection *mhd, void **context,
     exchange_unref(x);
 }
 
-static enum MHD_Result send_answer(struct exchange *x)
+/* libmicrohttpd wants bytes of a stream. */
+static ssize_t read_stream(void *cls, uint64_t pos, char *out, size_t max)
 {
+    struct exchange *x = cls;
+    (void)pos;
+    pthread_mutex_lock(&x->http->lock);
+    size_t left = x->stream.len - x->stream_at;
+    ssize_t n = (ssize_t)(left < max ? left : max);
+    if (x->state == EXCHANGE_GONE) {
+        n = MHD_CONTENT_READER_END_WITH_ERROR;
+    } else if (n > 0) {
+        memcpy(out, x->stream.data + x->stream_at, (size_t)n);
+        x->stream_at += (size_t)n;
+        if (x->stream_at == x->stream.len)
+            x->stream_at = x->stream.len = 0;
+    } else if (x->state == EXCHANGE_ANSWERED) {
+        n = MHD_CONTENT_READER_END_OF_STREAM;
+    } else {
+        x->is_parked = true;
+        MHD_suspend_connection(x->mhd);
+    }
+    pthread_mutex_unlock(&x->http->lock);
+    return n;
+}
+
+static struct MHD_Response *make_response(struct exchange *x)
+{
+    enum { BLOCK_BYTES = 16 * 1024 };
     size_t len;
+    if (x->is_streaming)
+        return MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, BLOCK_BYTES, read_stream, x,
+                                                 NULL);
     char *data = buf_take(&x->answer, &len);
     struct MHD_Response *r = MHD_create_response_from_buffer(
         len, data ? data : "", data ? MHD_RESPMEM_MUST_FREE : MHD_RESPMEM_PERSISTENT);
-    if (!r) {
+    if (!r)
         free(data);
+    return r;
+}
+
+static enum MHD_Result send_answer(struct exchange *x)
+{
+    struct MHD_Response *r = make_response(x);
+    if (!r)
         return MHD_NO;
-    }
     pthread_mutex_lock(&x->http->lock);
     bool closes = x->must_close || x->http->is_quiescing;
     pthread_mutex_unlock(&x->http->lock);
-    int ok = MHD_add_response_header(r, "Content-Type", x->content_type) == MHD_YES &&
+    const char *type = x->is_streaming ? "text/event-stream" : x->content_type;
+    int ok = MHD_add_response_header(r, "Content-Type", type) == MHD_YES &&
              MHD_add_response_header(r, "X-Request-Id", x->id) == MHD_YES;
+    if (x->is_streaming)
+        ok &= MHD_add_response_header(r, "Cache-Control", "no-cache") == MHD_YES;
     if (closes)
         ok &= MHD_add_response_header(r, "Connection", "close") == MHD_YES;
     for (int32_t i = 0; i < x->n_headers; i++)
         ok &= MHD_add_response_header(r, x->headers[i].name, x->headers[i].value) == MHD_YES;
-    ok &= MHD_queue_response(x->mhd, (unsigned)x->status, r) == MHD_YES;
+    unsigned status = x->is_streaming ? MHD_HTTP_OK : (unsigned)x->status;
+    ok &= MHD_queue_response(x->mhd, status, r) == MHD_YES;
     MHD_destroy_response(r);
     return ok ? MHD_YES : MHD_NO;
 }

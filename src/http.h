@@ -3,7 +3,8 @@
  * One exchange is one request and its answer. Its headers are checked on the I/O thread, its body
  * is collected there, and then the connection is suspended: a worker calls the handler, which
  * answers at once or later, from any thread. Until then the watcher looks at the socket: a client
- * that hangs up, or closes its sending side, ends the exchange without an answer. Listening, the
+ * that hangs up, or closes its sending side, ends the exchange without an answer, or in the middle
+ * of one that grows. Listening, the
  * limit of connections and the deadlines of headers and bodies are the watcher's too.
  *
  * Never parses a body, never waits on the I/O thread. */
@@ -19,7 +20,10 @@
 #include "err.h"
 #include "work.h"
 
-enum { HTTP_ID_MAX = 128 }; /* characters of a request id */
+enum {
+    HTTP_ID_MAX = 128, /* characters of a request id */
+    HTTP_MAX_STREAM_BYTES = 16 << 20
+};
 
 struct http;
 struct exchange;
@@ -35,7 +39,9 @@ struct http_config {
     int32_t body_timeout_s;     /* and from there to the end of the body; past them 408 */
     int32_t idle_timeout_s;     /* a connection on which nothing moves is closed */
     struct work *work;          /* borrowed until http_close */
-    atomic_int *n_connections;  /* kept up to date; may be NULL */
+    int32_t
+        ping_s; /* a stream on which nothing was written for so long gets a comment; 0: none */
+    atomic_int *n_connections; /* kept up to date; may be NULL */
 
     void *arg; /* of the functions below */
     /* I/O thread: the headers are complete and well-framed, the body was not read. May refuse
@@ -109,5 +115,19 @@ void exchange_set_close(struct exchange *x);
  * body, which is empty again; a failed body becomes a 500. content_type is a constant. Returns
  * false when the client had gone: nothing is sent. Any thread. */
 bool exchange_reply(struct exchange *x, int status, const char *content_type, struct buf *body);
+
+/* ---- an answer that grows: Server-Sent Events ---- */
+
+/* The answer is going to be a stream, which begins, with status 200, at its first write, or at its
+ * first ping when that is due earlier; until then exchange_reply answers as ever. On a stream that
+ * has begun exchange_reply sends its body, one line, as the last event. Before any other thread
+ * may write. */
+void exchange_stream_open(struct exchange *x);
+/* Sends whole events, and takes their bytes. Does not wait: what a client does not read is kept,
+ * up to HTTP_MAX_STREAM_BYTES; one that leaves more is hung up on. Returns false when the client
+ * has gone. One thread at a time. */
+bool exchange_stream_write(struct exchange *x, struct buf *events);
+/* The last events; ends the caller's hold of x, as exchange_reply. */
+bool exchange_stream_end(struct exchange *x, struct buf *events);
 
 #endif

@@ -285,6 +285,8 @@ static void scan_deadlines(struct http *h, int64_t now_us)
         h->next_inspection_us = now_us + INSPECTION_US;
     pthread_mutex_lock(&h->lock);
     for (struct conn *c = h->conns; c; c = c->next) {
+        if (c->phase == CONN_ANSWER && c->current)
+            exchange_ping(c->current, now_us);
         if (c->phase == CONN_ANSWER || c->is_expired)
             continue;
         if (now_us >= c->deadline_us)

@@ -53,6 +53,7 @@ struct exchange *exchange_new(struct http *h, struct conn *c, struct MHD_Connect
     }
     buf_init(&x->body);
     buf_init(&x->answer);
+    buf_init(&x->stream);
     make_id(x->id);
     return x;
 }
@@ -87,6 +88,7 @@ void exchange_unref(struct exchange *x)
         free(x->headers[i].value);
     buf_fini(&x->body);
     buf_fini(&x->answer);
+    buf_fini(&x->stream);
     free(x->target);
     free(x->method);
     free(x->authorization);
@@ -198,16 +200,22 @@ bool exchange_is_gone(struct exchange *x)
 
 void exchange_add_header(struct exchange *x, const char *name, const char *value)
 {
-    char *copy = x->n_headers < HTTP_N_HEADERS ? strdup(value) : NULL;
-    if (!copy)
-        return;
-    x->headers[x->n_headers].name = name;
-    x->headers[x->n_headers++].value = copy;
+    /* A stream that has begun has sent its headers. */
+    pthread_mutex_lock(&x->http->lock);
+    bool has_room = x->n_headers < HTTP_N_HEADERS && !x->is_streaming;
+    char *copy = has_room ? strdup(value) : NULL;
+    if (copy) {
+        x->headers[x->n_headers].name = name;
+        x->headers[x->n_headers++].value = copy;
+    }
+    pthread_mutex_unlock(&x->http->lock);
 }
 
 void exchange_set_close(struct exchange *x)
 {
+    pthread_mutex_lock(&x->http->lock);
     x->must_close = true;
+    pthread_mutex_unlock(&x->http->lock);
 }
 
 void exchange_settle(struct exchange *x)
@@ -239,6 +247,24 @@ static void drop_call(struct exchange *x)
         x->free_call(call);
 }
 
+/* http.lock held. body becomes the last event of x. */
+static void add_last_event(struct exchange *x, const struct buf *body)
+{
+    buf_adds(&x->stream, "data: ");
+    buf_add(&x->stream, body->data, body->len);
+    buf_adds(&x->stream, "\n\ndata: [DONE]\n\n");
+}
+
+/* http.lock held. There is more to send, or an end. */
+static void wake_stream(struct exchange *x)
+{
+    x->stream_us = http_now_us();
+    if (!x->is_parked)
+        return;
+    x->is_parked = false;
+    http_resume(x);
+}
+
 bool exchange_reply(struct exchange *x, int status, const char *content_type, struct buf *body)
 {
     struct http *h = x->http;
@@ -251,7 +277,11 @@ bool exchange_reply(struct exchange *x, int status, const char *content_type, st
     drop_call(x);
     pthread_mutex_lock(&h->lock);
     enum exchange_state before = x->state;
-    if (before != EXCHANGE_GONE) {
+    if (before == EXCHANGE_STREAMING) {
+        add_last_event(x, body);
+        x->state = EXCHANGE_ANSWERED;
+        wake_stream(x);
+    } else if (before != EXCHANGE_GONE) {
         x->status = status;
         x->content_type = content_type;
         x->answer = *body;
@@ -281,17 +311,107 @@ void exchange_refuse(struct exchange *x, int status, const char *message)
     exchange_reply(x, status, "application/json", &body);
 }
 
+/* ---- streams ---- */
+
+/* Does the handler owe an answer, or the rest of one? */
+static bool is_waiting(const struct exchange *x)
+{
+    return x->state == EXCHANGE_PENDING || x->state == EXCHANGE_STREAMING;
+}
+
+static const char ping[] = ": ping\n\n";
+
+static void let_go(struct exchange *x);
+
+void exchange_stream_open(struct exchange *x)
+{
+    pthread_mutex_lock(&x->http->lock);
+    x->is_stream = true;
+    x->stream_us = http_now_us();
+    pthread_mutex_unlock(&x->http->lock);
+}
+
+/* http.lock held; x is PENDING or STREAMING. */
+static void write_stream(struct exchange *x, const void *data, size_t len)
+{
+    if (x->stream_at > HTTP_MAX_STREAM_BYTES / 4) {
+        x->stream.len -= x->stream_at;
+        memmove(x->stream.data, x->stream.data + x->stream_at, x->stream.len);
+        x->stream_at = 0;
+    }
+    buf_add(&x->stream, data, len);
+    if (x->stream.failed || x->stream.len - x->stream_at > HTTP_MAX_STREAM_BYTES) {
+        let_go(x);
+        watch_wake(x->http->watch);
+        return;
+    }
+    if (x->state == EXCHANGE_STREAMING) {
+        wake_stream(x);
+        return;
+    }
+    x->stream_us = http_now_us();
+    x->state = EXCHANGE_STREAMING;
+    x->is_streaming = true;
+    http_resume(x);
+}
+
+bool exchange_stream_write(struct exchange *x, struct buf *events)
+{
+    pthread_mutex_lock(&x->http->lock);
+    x->stream.failed |= events->failed;
+    if (is_waiting(x))
+        write_stream(x, events->data, events->len);
+    bool is_here = x->state == EXCHANGE_STREAMING;
+    pthread_mutex_unlock(&x->http->lock);
+    buf_fini(events);
+    return is_here;
+}
+
+bool exchange_stream_end(struct exchange *x, struct buf *events)
+{
+    drop_call(x);
+    bool is_here = exchange_stream_write(x, events);
+    pthread_mutex_lock(&x->http->lock);
+    if (x->state == EXCHANGE_STREAMING) {
+        x->state = EXCHANGE_ANSWERED;
+        wake_stream(x);
+    }
+    pthread_mutex_unlock(&x->http->lock);
+    exchange_settle(x);
+    return is_here;
+}
+
+void exchange_ping(struct exchange *x, int64_t now_us)
+{
+    int64_t ping_us = (int64_t)x->http->c.ping_s * 1000000;
+    /* What waits to be read is sign enough. */
+    if (x->is_stream && is_waiting(x) && ping_us > 0 && now_us - x->stream_us >= ping_us &&
+        x->stream.len == x->stream_at)
+        write_stream(x, ping, sizeof(ping) - 1);
+}
+
+void exchange_lose_stream(struct exchange *x)
+{
+    x->is_parked = false;
+    let_go(x);
+    watch_wake(x->http->watch);
+}
+
 /* ---- hang-ups ---- */
 
-/* http.lock held. From PENDING to GONE; the caller ends the watch and the suspension. */
-static void mark_gone(struct exchange *x)
+/* http.lock held. From PENDING or STREAMING to GONE, and out of the suspension. */
+static void let_go(struct exchange *x)
 {
     struct http *h = x->http;
+    bool is_suspended = x->state == EXCHANGE_PENDING || x->is_parked;
     x->state = EXCHANGE_GONE;
+    x->is_parked = false;
     x->is_hanging_up = true;
     atomic_fetch_add_explicit(&x->refs, 1, memory_order_relaxed);
     x->next_gone = h->gone;
     h->gone = x;
+    if (is_suspended)
+        http_resume(x);
 }
 
 void exchange_hangup(void *arg, void *owner)
@@ -301,9 +421,8 @@ void exchange_hangup(void *arg, void *owner)
     pthread_mutex_lock(&h->lock);
     if (x->state == EXCHANGE_ENTERING) {
         x->is_hung = true;
-    } else if (x->state == EXCHANGE_PENDING) {
-        mark_gone(x);
-        http_resume(x);
+    } else if (is_waiting(x)) {
+        let_go(x);
     }
     pthread_mutex_unlock(&h->lock);
 }
@@ -315,16 +434,11 @@ void exchange_hangup_all(struct http *h)
         x = NULL;
         pthread_mutex_lock(&h->lock);
         for (struct conn *c = h->conns; c && !x; c = c->next)
-            if (c->current && c->current->state == EXCHANGE_PENDING)
+            if (c->current && is_waiting(c->current))
                 x = c->current;
         if (x)
-            mark_gone(x);
+            let_go(x);
         pthread_mutex_unlock(&h->lock);
-        if (x) {
-            /* Suspended until the resume, so libmicrohttpd's reference keeps x. */
-            watch_remove(h->watch, x->watch_token);
-            http_resume(x);
-        }
     } while (x);
     exchange_tell_gone(h);
 }

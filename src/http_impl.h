@@ -51,8 +51,9 @@ struct conn {
 
 enum exchange_state {
     EXCHANGE_READING,
-    EXCHANGE_ENTERING, /* suspended; its watch is being set up */
-    EXCHANGE_PENDING,  /* suspended; the handler owes an answer */
+    EXCHANGE_ENTERING,  /* suspended; its watch is being set up */
+    EXCHANGE_PENDING,   /* suspended; the handler owes an answer */
+    EXCHANGE_STREAMING, /* a stream has begun; the handler owes its end */
     EXCHANGE_ANSWERED,
     EXCHANGE_GONE /* the client went, or we are closing */
 };
@@ -77,6 +78,13 @@ struct exchange {
     int64_t length_bytes; /* -1: chunked */
     int64_t charged_bytes;
     int64_t arrival_us;
+
+    /* http.lock. A stream: events not yet given to libmicrohttpd are [stream_at, stream.len). */
+    bool is_stream, is_streaming; /* opened; begun */
+    bool is_parked;               /* suspended until there are more events */
+    struct buf stream;
+    size_t stream_at;
+    int64_t stream_us; /* the last write, or the opening */
 
     uint64_t watch_token;
     struct work_job job;
@@ -136,7 +144,8 @@ int64_t http_now_us(void);
 /* ---- http.c ---- */
 /* Takes ownership of fd. http.lock not held. */
 void http_add_socket(struct http *h, int fd, const void *addr, unsigned addr_len);
-/* Ends the suspension of x, whose state is not EXCHANGE_PENDING any more. */
+/* Ends the suspension of x, whose state is not EXCHANGE_PENDING any more, or which is not parked
+ * any more. */
 void http_resume(struct exchange *x);
 
 /* ---- http_conn.c: the watcher's side ---- */
@@ -161,6 +170,11 @@ void exchange_unref(struct exchange *x);
 void exchange_refuse(struct exchange *x, int status, const char *message);
 /* Watcher: the client of owner, an exchange, has gone. */
 void exchange_hangup(void *arg, void *owner);
+/* http.lock held. The connection of x, a stream that has not ended, is being closed by libmicrohttpd:
+ * its owner is told at the watcher's next turn. */
+void exchange_lose_stream(struct exchange *x);
+/* http.lock held. Keeps a stream alive on which nothing moves. */
+void exchange_ping(struct exchange *x, int64_t now_us);
 /* Hangs up on every exchange that waits for its handler. No lock held. */
 void exchange_hangup_all(struct http *h);
 /* Runs fn(x) on a worker. Returns 0 or ERR_FULL. */

@@ -233,6 +233,7 @@ static int server_open_http(struct server *s, struct errmsg *e)
                             .header_timeout_s = c->header_timeout_s,
                             .body_timeout_s = c->body_timeout_s,
                             .idle_timeout_s = c->idle_timeout_s,
+                            .ping_s = c->sse_ping_s,
                             .work = s->work,
                             .n_connections = &s->metrics.connections,
                             .arg = &s->api,

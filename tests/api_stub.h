@@ -159,6 +159,7 @@ static inline struct server *server_start(const char *key_file)
                             .header_timeout_s = 10,
                             .body_timeout_s = 10,
                             .idle_timeout_s = 30,
+                            .ping_s = 1,
                             .work = s->work,
                             .n_connections = &s->metrics.connections,
                             .arg = &s->api,

@@ -2,6 +2,7 @@
 """/v1/completions on the demo model, asked as its clients ask: their bodies, and what they read.
 TAP."""
 
+import json
 import os
 
 from e2e import SRCDIR, Daemon, check, done, until
@@ -104,10 +105,81 @@ def groups(d):
     check(a.status == 400 and "queue-length" in a.error()["message"], "more than the queue", a)
 
 
+def events(d, **fields):
+    """The events of a stream, and the chunks they came in."""
+    body = json.dumps(fields).encode()
+    with d.conn() as c:
+        c.send(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nConnection: close\r\n"
+               b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        data = b""
+        while True:
+            more = c.sock.recv(1 << 16)
+            if not more:
+                break
+            data += more
+    text, rest = "", data.split(b"\r\n\r\n", 1)[1]
+    while rest:
+        size, rest = rest.split(b"\r\n", 1)
+        n = int(size, 16)
+        text, rest = text + rest[:n].decode(), rest[n + 2:]
+    lines = text.split("\n\n")
+    assert lines.pop() == "" and all(x.startswith("data: ") and "\n" not in x for x in lines), text
+    assert lines.pop() == "data: [DONE]", text
+    return [json.loads(x[6:]) for x in lines]
+
+
+def streams(d):
+    """As vllm bench serve, sglang.bench_serving and guidellm ask, and what they read."""
+    # Their tokens are bytes, parts of characters: no event may split one.
+    snowman = tokens(d, "\u2603\U0001f600" * 3)
+    question = {"prompt": TEXT[:100], "max_tokens": 20, "temperature": 0.0}
+    whole = complete(d, **question).json()
+    e = events(d, **question, model="demo", repetition_penalty=1.0, logprobs=None, stream=True,
+               ignore_eos=True, stream_options={"include_usage": True})
+    check(len(e) == 21 and all(x["object"] == "text_completion" for x in e), "an event a token",
+          len(e))
+    check("".join(x["choices"][0]["text"] for x in e[:-1]) == whole["choices"][0]["text"],
+          "the same text")
+    check(e[-1]["choices"] == [] and e[-1]["usage"] == whole["usage"], "usage is last", e[-1])
+    check([x["choices"][0]["finish_reason"] for x in e[:-1]] == [None] * 19 + ["length"],
+          "the end is with the last token")
+    e = events(d, prompt=TEXT[:100], max_tokens=1, temperature=0, best_of=1, stream=True)
+    check(len(e) == 1 and e[0]["choices"][0]["text"] != "" and
+          e[0]["choices"][0]["finish_reason"] == "length", "one token, one event", e)
+    stop = whole["choices"][0]["text"][11:16]
+    e = events(d, **question, stop=[stop], stream=True, echo=True, logprobs=1)
+    text = "".join(x["choices"][0]["text"] for x in e)
+    check(text == TEXT[:100] + whole["choices"][0]["text"].split(stop)[0] and
+          e[-1]["choices"][0]["stop_reason"] == stop, "stop and echo", text)
+    joined = [v for x in e for v in x["choices"][0]["logprobs"]["token_logprobs"]]
+    at_once = complete(d, **question, stop=[stop], echo=True, logprobs=1).json()
+    check(joined == at_once["choices"][0]["logprobs"]["token_logprobs"] and
+          [v for x in e for v in x["choices"][0]["logprobs"]["text_offset"]] ==
+          at_once["choices"][0]["logprobs"]["text_offset"], "the same numbers")
+    e = events(d, prompt=[snowman], max_tokens=12, temperature=0, stream=True, echo=True)
+    check("".join(x["choices"][0]["text"] for x in e).startswith("\u2603\U0001f600" * 3),
+          "whole characters")
+    e = events(d, prompt=["And", "God"], n=2, max_tokens=3, temperature=0, stream=True,
+               stream_options={"include_usage": True, "continuous_usage_stats": True})
+    check(sorted(x["choices"][0]["index"] for x in e[:-1]) == [i for i in range(4) for _ in "abc"],
+          "four choices")
+    check([x["usage"]["completion_tokens"] for x in e] == list(range(1, 13)) + [12],
+          "usage in each")
+    before = d.counted("cancelled")
+    with d.conn() as c:
+        body = b'{"prompt": "And God said", "max_tokens": 5000, "ignore_eos": true, "stream": true}'
+        c.send(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n" %
+               len(body) + body)
+        c.sock.recv(1000)
+    check(until(lambda: d.counted("cancelled") == before + 1) and until(d.is_idle),
+          "a hang-up in the middle frees everything")
+
+
 with Daemon() as daemon:
     scoring(daemon)
     generating(daemon)
     groups(daemon)
+    streams(daemon)
     check(until(daemon.is_idle), "everything is back")
     check(daemon.stop() == 0, "it ends with 0")
 done()

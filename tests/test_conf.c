@@ -83,7 +83,8 @@ Test(conf, defaults_are_the_documented_ones)
     cr_assert(c.queue_length == 1024 && c.kv_tokens == 0 && c.state_slots == 0);
     cr_assert(c.page_tokens == 64 && c.cpu_threads == 0 && c.workers == 2);
     cr_assert(c.max_body_bytes == 64ll * 1024 * 1024 && c.max_connections == 4096);
-    cr_assert(c.header_timeout_s == 10 && c.body_timeout_s == 60 && c.idle_timeout_s == 60);
+    cr_assert(c.header_timeout_s == 10 && c.body_timeout_s == 60 && c.idle_timeout_s == 60 &&
+              c.sse_ping_s == 30);
     cr_assert(c.drain_s == 30 && c.stall_s == 30);
 }
 
@@ -112,12 +113,14 @@ Test(conf, every_option_reaches_its_member)
     cr_assert(c.page_tokens == 128 && c.cpu_threads == 9 && c.workers == 10);
     cr_assert(c.cuda_device == 3 && c.gpu_memory == 500 && c.max_decode_share == 250);
 
-    cr_assert(parse("--model m --max-body-bytes 11 --max-connections 12 --header-timeout-s 13 "
-                    "--body-timeout-s 14 --idle-timeout-s 15 --drain-s 0 --stall-s 17 "
-                    "--trace-operations yes "
-                    "--check") == 0);
+    cr_assert(
+        parse("--model m --max-body-bytes 11 --max-connections 12 --header-timeout-s 13 "
+              "--body-timeout-s 14 --idle-timeout-s 15 --sse-ping-s 0 --drain-s 0 --stall-s 17 "
+              "--trace-operations yes "
+              "--check") == 0);
     cr_assert(c.max_body_bytes == 11 && c.max_connections == 12 && c.header_timeout_s == 13);
-    cr_assert(c.body_timeout_s == 14 && c.idle_timeout_s == 15 && c.drain_s == 0);
+    cr_assert(c.body_timeout_s == 14 && c.idle_timeout_s == 15 && c.sse_ping_s == 0 &&
+              c.drain_s == 0);
     cr_assert(c.stall_s == 17 && c.trace_operations == 1 && c.action == CONF_CHECK);
 }
 
@@ -375,5 +378,5 @@ Test(conf, help_shows_every_row_within_the_width)
         n_options += strncmp(line, "  --", 4) == 0;
     }
     fclose(f);
-    cr_assert(n_options == 33, "%d options: count anew, and extend the tests above", n_options);
+    cr_assert(n_options == 34, "%d options: count anew, and extend the tests above", n_options);
 }
