@@ -176,6 +176,7 @@ struct mishap {
     bool cancels[2];
     bool is_late; /* r[0]'s deadline has passed */
     bool stops;
+    atomic_bool is_started; /* engine_start has returned */
     int n_layers_seen;
     pthread_t stopper;
 };
@@ -200,6 +201,8 @@ static void on_layer(void *arg, int32_t layer, const float *x)
         usleep(100);
     if (!m->stops)
         return;
+    while (!atomic_load(&m->is_started))
+        usleep(100);
     pthread_create(&m->stopper, NULL, stop_main, m->f->engine);
     usleep(20000);
 }
@@ -263,6 +266,7 @@ static void test_abandoned(void)
             queue_push(f.queue, m.r[k]);
         }
         engine_start(f.engine, &e);
+        atomic_store(&m.is_started, true);
         for (int t = 0; t < 50000 && atomic_load(&done) < cases[i].n_requests; t++)
             usleep(100);
         if (m.stops)
