@@ -275,7 +275,6 @@ int cuda_step_begin(struct backend *b, const struct batch_host *h, struct batch 
     struct cuda_step *s = cuda_newest(b);
     s->is_ended = false;
     s->n_spans = 0;
-    s->n_rows = h->n_rows;
     s->follows = impl->n_flights > 1;
     s->is_traced = impl->is_tracing;
     s->i_end = impl->i_end = (impl->i_end + 1) % CUDA_ENDS;
@@ -305,6 +304,7 @@ int cuda_step_end(struct backend *b, const struct batch *batch, const struct row
         return ERR_INVALID;
     s->is_ended = true;
     s->dst = dst_host;
+    s->n_rows = batch->n_rows;
     cuda_note(b, "step end", cudaEventRecord(impl->ends[s->i_end], impl->stream));
     cuda_note(b, "step end", cudaStreamWaitEvent(impl->out, impl->ends[s->i_end], 0));
     if (batch->n_rows > 0)

@@ -138,6 +138,16 @@ static int by_float(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
+static void hook(struct backend *b)
+{
+    real_ops = b->ops;
+    hooked = *real_ops;
+    hooked.step_begin = hook_begin;
+    hooked.step_end = hook_end;
+    hooked.step_done = hook_done;
+    b->ops = &hooked;
+}
+
 /* ---- a run ---- */
 
 static double run_once(struct fixture *f, int32_t n, int32_t len, int32_t repeat)
@@ -332,12 +342,7 @@ int main(int argc, char **argv)
     }
     printf("# %s, %d layers, %.1f GB of weights, opened in %.1f s\n", argv[1], f.arch.n_layers,
            (double)f.sizes.weights_bytes / 1e9, (double)(now_ns() - from_ns) / 1e9);
-    real_ops = f.backend.ops;
-    hooked = *real_ops;
-    hooked.step_begin = hook_begin;
-    hooked.step_end = hook_end;
-    hooked.step_done = hook_done;
-    f.backend.ops = &hooked;
+    hook(&f.backend);
     if (fixture_open_engine(&f, &c) != 0)
         return 1;
     bool is_table = false, is_readback = false;
