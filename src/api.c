@@ -65,7 +65,7 @@ static bool is_counted(const struct exchange *x)
 /* ---- keys ---- */
 
 /* One key a line; blanks around it are not part of it. Returns 0, ERR_INVALID or ERR_NOMEM. */
-static int add_key(struct api *a, const char *line, size_t len)
+static int add_key(struct api_keys *to, const char *line, size_t len)
 {
     while (len > 0 && strchr(" \t\r", line[len - 1]))
         len--;
@@ -78,23 +78,30 @@ static int add_key(struct api *a, const char *line, size_t len)
     for (size_t i = 0; i < len; i++)
         if (line[i] < 0x20 || line[i] > 0x7e)
             return ERR_INVALID;
-    struct api_key *keys = realloc(a->keys, ((size_t)a->n_keys + 1) * sizeof(*keys));
-    if (!keys)
+    struct api_key *list = realloc(to->list, ((size_t)to->n + 1) * sizeof(*list));
+    if (!list)
         return ERR_NOMEM;
-    a->keys = keys;
-    struct api_key *k = &a->keys[a->n_keys];
+    to->list = list;
+    struct api_key *k = &to->list[to->n];
     k->text = strndup(line, len);
     k->len = len;
     if (!k->text)
         return ERR_NOMEM;
-    a->n_keys++;
+    to->n++;
     return 0;
 }
 
-int api_open(struct api *a, const char *api_key_file, struct errmsg *e)
+static void free_keys(struct api_keys *k)
 {
-    if (!api_key_file)
-        return 0;
+    for (int32_t i = 0; i < k->n; i++)
+        free(k->list[i].text);
+    free(k->list);
+    free(k);
+}
+
+/* Adds the keys of the file. */
+static int read_keys(struct api_keys *to, const char *api_key_file, struct errmsg *e)
+{
     struct buf text;
     struct errmsg why;
     buf_init(&text);
@@ -108,7 +115,7 @@ int api_open(struct api *a, const char *api_key_file, struct errmsg *e)
         size_t len = end ? (size_t)(end - line) : text.len - from;
         from += len + 1;
         n++;
-        rc = add_key(a, line, len);
+        rc = add_key(to, line, len);
         if (rc == ERR_INVALID)
             errmsg_set(e, rc,
                        "api-key-file %s:%d: found bytes that are not visible ASCII, "
@@ -118,21 +125,35 @@ int api_open(struct api *a, const char *api_key_file, struct errmsg *e)
             errmsg_set(e, rc, "api-key-file %s: no memory", api_key_file);
     }
     buf_fini(&text);
-    if (rc == 0 && a->n_keys == 0)
+    if (rc == 0 && to->n == 0)
         rc = errmsg_set(e, ERR_INVALID, "api-key-file %s: no key in it; one key a line",
                         api_key_file);
-    if (rc != 0)
-        api_close(a);
     return rc;
+}
+
+int api_read_keys(struct api *a, const char *api_key_file, struct errmsg *e)
+{
+    struct api_keys *k = calloc(1, sizeof(*k));
+    if (!k)
+        return errmsg_set(e, ERR_NOMEM, "no memory for keys");
+    int rc = api_key_file ? read_keys(k, api_key_file, e) : 0;
+    if (rc != 0) {
+        free_keys(k);
+        return rc;
+    }
+    k->older = atomic_load(&a->keys);
+    atomic_store(&a->keys, k);
+    return 0;
 }
 
 void api_close(struct api *a)
 {
-    for (int32_t i = 0; i < a->n_keys; i++)
-        free(a->keys[i].text);
-    free(a->keys);
-    a->keys = NULL;
-    a->n_keys = 0;
+    struct api_keys *older;
+    for (struct api_keys *k = atomic_load(&a->keys); k; k = older) {
+        older = k->older;
+        free_keys(k);
+    }
+    atomic_store(&a->keys, NULL);
 }
 
 /* Takes a time that depends on what was presented and on the number of keys, not on how much of a
@@ -140,7 +161,8 @@ void api_close(struct api *a)
 static bool is_allowed(const struct api *a, const char *authorization)
 {
     static const char scheme[] = "Bearer ";
-    if (a->n_keys == 0)
+    const struct api_keys *keys = atomic_load(&a->keys);
+    if (keys->n == 0)
         return true;
     if (!authorization || strncasecmp(authorization, scheme, sizeof(scheme) - 1) != 0)
         return false;
@@ -148,8 +170,8 @@ static bool is_allowed(const struct api *a, const char *authorization)
     given += strspn(given, " ");
     size_t len = strlen(given);
     unsigned n_right = 0;
-    for (int32_t i = 0; i < a->n_keys; i++) {
-        const struct api_key *k = &a->keys[i];
+    for (int32_t i = 0; i < keys->n; i++) {
+        const struct api_key *k = &keys->list[i];
         size_t differs = len ^ k->len;
         for (size_t j = 0; j < len; j++)
             differs |= (size_t)(given[j] ^ k->text[j < k->len ? j : 0]) & 0xff;
@@ -307,7 +329,7 @@ static int refusal(const struct api *a, const struct exchange *x, const struct r
         *message = "a key is needed: Authorization: Bearer KEY";
         return 401;
     }
-    if (phase == PHASE_DRAINING && strcmp(r->method, "POST") == 0) {
+    if (phase == PHASE_DRAINING && !a->hands_over && strcmp(r->method, "POST") == 0) {
         *message = "draining: this server is about to stop";
         return 503;
     }

@@ -23,6 +23,12 @@ struct api_key {
     size_t len;
 };
 
+struct api_keys {
+    struct api_key *list; /* [n] */
+    int32_t n;            /* 0: calls need no key */
+    struct api_keys *older;
+};
+
 /* Everything handlers need; made by main before the socket opens. Members after `phase` are
  * set before phase becomes PHASE_READY and constant from then on. */
 struct api {
@@ -46,13 +52,16 @@ struct api {
     int32_t page_tokens;
     int64_t started_unix_s;
 
-    struct api_key *keys; /* [n_keys], owned; api_open */
-    int32_t n_keys;
+    /* Owned; api_read_keys puts another set in front. Those behind stay until api_close, since an
+     * I/O thread may be looking at one. */
+    struct api_keys *_Atomic keys;
+    bool hands_over; /* a successor gets the sockets: what comes while draining is answered */
 };
 
-/* Reads the keys of api_key_file (one a line; NULL: calls need no key). a is zero but for what
- * main has set. Returns 0, ERR_IO, ERR_INVALID (no key in it) or ERR_NOMEM. */
-int api_open(struct api *a, const char *api_key_file, struct errmsg *e);
+/* Reads the keys of api_key_file (one a line; NULL: calls need no key), at start and on reload;
+ * from then on they count. Main thread. Returns 0, or ERR_IO, ERR_INVALID (no key in it) or
+ * ERR_NOMEM; the former keys then stay. */
+int api_read_keys(struct api *a, const char *api_key_file, struct errmsg *e);
 void api_close(struct api *a);
 
 /* The callbacks of http_config; arg is the struct api. api_admit refuses before the body is read

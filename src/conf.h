@@ -24,6 +24,7 @@ struct conf {
     char *served_name;             /* NULL: last component of model */
     char *listen[CONF_MAX_LISTEN]; /* ADDR:PORT, [ADDR6]:PORT or unix:PATH */
     int32_t n_listen;              /* at least 1 after parsing */
+    bool listen_is_default;        /* nobody gave one */
     char *backend;                 /* cpu, cuda, auto */
     int32_t load;                  /* enum conf_load */
     int64_t dummy_seed;

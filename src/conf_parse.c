@@ -253,7 +253,8 @@ int conf_parse(int argc, char **argv, struct conf *c, struct errmsg *e)
         rc = parse_file(c, path, e);
     if (rc == 0)
         rc = apply_arguments(argc, argv, c, e);
-    if (rc == 0 && c->n_listen == 0)
+    c->listen_is_default = c->n_listen == 0;
+    if (rc == 0 && c->listen_is_default)
         rc = conf_set(c, conf_find("listen", 6), "127.0.0.1:8080", "default", e);
     if (rc == 0 && !c->model)
         rc = errmsg_set(e, ERR_INVALID,

@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include "config.h"
@@ -435,6 +436,7 @@ int engine_self_test(struct engine *en, int32_t vocab, struct errmsg *e)
 static void *engine_main(void *arg)
 {
     struct engine *en = arg;
+    prctl(PR_SET_NAME, "engine"); /* for top -H, and for a test that stops it */
     while (!atomic_load(&en->stopping)) {
         if (engine_turn(en))
             continue;

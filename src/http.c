@@ -466,26 +466,6 @@ static int start_library(struct http *h)
     return h->mhd ? 0 : ERR_IO;
 }
 
-static int open_listeners(struct http *h, const struct http_config *c, struct errmsg *e)
-{
-    h->listeners = calloc((size_t)c->n_listen, sizeof(*h->listeners));
-    h->listener_tokens = calloc((size_t)c->n_listen, sizeof(*h->listener_tokens));
-    if (!h->listeners || !h->listener_tokens)
-        return errmsg_set(e, ERR_NOMEM, "no memory for the listening sockets");
-    size_t len = 0;
-    for (int32_t i = 0; i < c->n_listen; i++) {
-        int rc = listener_open(c->listen[i], &h->listeners[i], e);
-        if (rc != 0)
-            return rc;
-        h->n_listeners = i + 1;
-        len += (size_t)snprintf(h->addresses + len, sizeof(h->addresses) - len, "%s%s",
-                                i ? "," : "", h->listeners[i].address);
-        if (len >= sizeof(h->addresses))
-            len = sizeof(h->addresses) - 1;
-    }
-    return 0;
-}
-
 /* The usual soft limit of 1024 descriptors is below the usual number of connections. Where the
  * hard limit is, too, there are fewer connections, since one that cannot be accepted waits
  * untold. */
@@ -543,6 +523,7 @@ int http_open(const struct http_config *c, struct http **out, struct errmsg *e)
         return errmsg_set(e, ERR_NOMEM, "no memory for the HTTP server");
     h->c = *c;
     h->c.listen = NULL;
+    h->c.inherited = NULL;
     if (h->c.max_buffered_bytes == 0)
         h->c.max_buffered_bytes = 4 * c->max_body_bytes;
     init_lock(h);
@@ -550,14 +531,14 @@ int http_open(const struct http_config *c, struct http **out, struct errmsg *e)
         h->farewells[i].fd = -1;
     int rc = raise_fd_limit(&h->c.max_connections, e);
     if (rc == 0)
-        rc = open_listeners(h, c, e);
+        rc = http_open_listeners(h, c, e);
     if (rc != 0)
         goto fail;
-    rc = watch_open(h->c.max_connections + c->n_listen + HTTP_MAX_FAREWELLS, TICK_MS, &ops, h,
-                    &h->watch);
+    rc = watch_open(h->c.max_connections + c->n_inherited + c->n_listen + HTTP_MAX_FAREWELLS,
+                    TICK_MS, &ops, h, &h->watch);
     if (rc == 0)
         rc = start_library(h);
-    for (int32_t i = 0; i < h->n_listeners && rc == 0; i++)
+    for (int32_t i = c->n_inherited; i < h->n_listeners && rc == 0; i++)
         rc = watch_add(h->watch, WATCH_READABLE, h->listeners[i].fd, &h->listeners[i],
                        &h->listener_tokens[i]);
     if (rc == 0)

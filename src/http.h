@@ -31,6 +31,8 @@ struct exchange;
 struct http_config {
     const char *const *listen; /* ADDR:PORT, [ADDR6]:PORT or unix:PATH; port 0: a free one */
     int32_t n_listen;
+    const int *inherited; /* [n_inherited] listening sockets, owned by http from http_open on */
+    int32_t n_inherited;
     int32_t max_connections;    /* above: 503 and a close */
     int64_t max_body_bytes;     /* above: 413 */
     int64_t max_buffered_bytes; /* of all bodies being read or waiting for a worker; above: 503;
@@ -55,9 +57,18 @@ struct http_config {
     void (*refused)(void *arg, const struct exchange *x, int status);
 };
 
-/* Binds, and starts the I/O thread and the watcher. The strings of c->listen are copied. Returns
+/* Binds, and starts the I/O thread and the watcher. The strings of c->listen are copied; one that
+ * names an inherited address is passed over. Returns
  * 0, ERR_INVALID (an address), ERR_IO or ERR_NOMEM. */
 int http_open(const struct http_config *c, struct http **out, struct errmsg *e);
+
+/* Connections to inherited sockets are accepted from here on; before, they wait in the sockets'
+ * queues, where no predecessor and no loading refuses them. */
+void http_accept_inherited(struct http *h);
+/* Lets go of inherited sockets at once: who connects from here on waits for the successor. */
+void http_release_inherited(struct http *h);
+/* Connections whose request is on its way, or that have not sent their first one. */
+int32_t http_n_incoming(struct http *h);
 
 /* The bound addresses as ADDR:PORT[,...] with real ports; owned by h. */
 const char *http_addresses(const struct http *h);

@@ -169,8 +169,9 @@ static void refuse_socket(struct http *h, int fd)
 static void add_listeners(struct http *h)
 {
     for (int32_t i = 0; i < h->n_listeners; i++)
-        watch_add(h->watch, WATCH_READABLE, h->listeners[i].fd, &h->listeners[i],
-                  &h->listener_tokens[i]);
+        if (h->listeners[i].fd >= 0 && (h->accepts_inherited || !h->listeners[i].is_adopted))
+            watch_add(h->watch, WATCH_READABLE, h->listeners[i].fd, &h->listeners[i],
+                      &h->listener_tokens[i]);
 }
 
 static void remove_listeners(struct http *h)
@@ -223,12 +224,37 @@ static void close_listeners(struct http *h)
 {
     remove_listeners(h);
     for (int32_t i = 0; i < h->n_listeners; i++) {
-        /* Whoever has connected is told that we are going, not reset. */
-        accept_some(h, &h->listeners[i], 4096);
+        /* Whoever has connected is told that we are going, not reset; but at an inherited
+         * socket, where a successor may take it. */
+        if (!h->listeners[i].is_adopted)
+            accept_some(h, &h->listeners[i], 4096);
         listener_close(&h->listeners[i]);
     }
     pthread_mutex_lock(&h->lock);
     h->are_listeners_closed = true;
+    pthread_cond_broadcast(&h->changed);
+    pthread_mutex_unlock(&h->lock);
+}
+
+/* What was asked from outside about inherited sockets. */
+static void turn_inherited(struct http *h)
+{
+    pthread_mutex_lock(&h->lock);
+    bool accepts = h->wants_inherited && !h->accepts_inherited;
+    bool releases = h->releases_inherited;
+    pthread_mutex_unlock(&h->lock);
+    if (!accepts && !releases)
+        return;
+    remove_listeners(h);
+    h->accept_again_us = 0;
+    h->accepts_inherited = true;
+    for (int32_t i = 0; i < h->n_listeners && releases; i++)
+        if (h->listeners[i].is_adopted)
+            listener_close(&h->listeners[i]);
+    add_listeners(h);
+    pthread_mutex_lock(&h->lock);
+    if (releases)
+        h->releases_inherited = false;
     pthread_cond_broadcast(&h->changed);
     pthread_mutex_unlock(&h->lock);
 }
@@ -308,6 +334,8 @@ void conn_turn(void *arg)
     pthread_mutex_unlock(&h->lock);
     if (closes)
         close_listeners(h);
+    else if (!h->are_listeners_closed)
+        turn_inherited(h);
     if (h->accept_again_us && now_us >= h->accept_again_us) {
         h->accept_again_us = 0;
         if (!h->are_listeners_closed)

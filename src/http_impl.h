@@ -133,7 +133,9 @@ struct http {
     uint64_t *listener_tokens;
     int32_t n_listeners;
     bool are_listeners_closed;
-    int64_t accept_again_us; /* watcher thread; 0: accepting */
+    bool wants_inherited, releases_inherited; /* http.lock: what was asked of the watcher */
+    bool accepts_inherited;                   /* watcher thread */
+    int64_t accept_again_us;                  /* watcher thread; 0: accepting */
 
     struct farewell farewells[HTTP_MAX_FAREWELLS]; /* http.lock for fd and deadline */
     int64_t next_scan_us, next_inspection_us;      /* watcher thread */
@@ -147,6 +149,10 @@ void http_add_socket(struct http *h, int fd, const void *addr, unsigned addr_len
 /* Ends the suspension of x, whose state is not EXCHANGE_PENDING any more, or which is not parked
  * any more. */
 void http_resume(struct exchange *x);
+
+/* ---- http_listeners.c ---- */
+/* At set-up. Inherited ones come first. Returns 0 or what failed, with e filled. */
+int http_open_listeners(struct http *h, const struct http_config *c, struct errmsg *e);
 
 /* ---- http_conn.c: the watcher's side ---- */
 void conn_readable(void *arg, void *owner);

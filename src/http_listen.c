@@ -1,6 +1,7 @@
 #include "http_listen.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <stdbool.h>
@@ -104,6 +105,33 @@ static int bind_tcp(const struct addrinfo *ai, struct listener *l)
     return bind(l->fd, ai->ai_addr, ai->ai_addrlen) == 0 ? 0 : ERR_IO;
 }
 
+/* Fills the address in from the socket. */
+static int read_address(struct listener *l)
+{
+    union {
+        struct sockaddr any;
+        struct sockaddr_un un;
+        struct sockaddr_storage room;
+    } sa;
+    socklen_t len = sizeof(sa);
+    char host[64], port[8];
+    memset(&sa, 0, sizeof(sa));
+    if (getsockname(l->fd, &sa.any, &len) != 0)
+        return ERR_IO;
+    if (sa.any.sa_family == AF_UNIX) {
+        bool is_abstract = sa.un.sun_path[0] == '\0';
+        snprintf(l->address, sizeof(l->address), "unix:%s%.*s", is_abstract ? "@" : "",
+                 (int)sizeof(sa.un.sun_path) - 1, sa.un.sun_path + is_abstract);
+        return 0;
+    }
+    if (getnameinfo(&sa.any, len, host, sizeof(host), port, sizeof(port),
+                    NI_NUMERICHOST | NI_NUMERICSERV) != 0)
+        return ERR_IO;
+    snprintf(l->address, sizeof(l->address), sa.any.sa_family == AF_INET6 ? "[%s]:%s" : "%s:%s",
+             host, port);
+    return 0;
+}
+
 static int open_tcp(const char *spec, struct listener *l, struct errmsg *e)
 {
     char host[256];
@@ -122,21 +150,14 @@ static int open_tcp(const char *spec, struct listener *l, struct errmsg *e)
     int rc = getaddrinfo(host, port, &hints, &ai);
     if (rc != 0)
         return errmsg_set(e, ERR_INVALID, "listen %s: %s", spec, gai_strerror(rc));
-    bool is_v6 = ai->ai_family == AF_INET6;
     rc = bind_tcp(ai, l);
     int why = errno;
     freeaddrinfo(ai);
     if (rc != 0)
         return errmsg_set(e, why == EADDRINUSE ? ERR_FULL : ERR_IO, "listen %s: %s", spec,
                           strerror(why));
-    struct sockaddr_storage sa;
-    socklen_t len = sizeof(sa);
-    char num_host[64], num_port[8];
-    if (getsockname(l->fd, (struct sockaddr *)&sa, &len) != 0 ||
-        getnameinfo((struct sockaddr *)&sa, len, num_host, sizeof(num_host), num_port,
-                    sizeof(num_port), NI_NUMERICHOST | NI_NUMERICSERV) != 0)
+    if (read_address(l) != 0)
         return errmsg_set(e, ERR_IO, "listen %s: its address cannot be read back", spec);
-    snprintf(l->address, sizeof(l->address), is_v6 ? "[%s]:%s" : "%s:%s", num_host, num_port);
     return 0;
 }
 
@@ -147,6 +168,36 @@ int listener_open(const char *spec, struct listener *l, struct errmsg *e)
     int rc = strncmp(spec, "unix:", 5) == 0 ? open_unix(spec + 5, l, e) : open_tcp(spec, l, e);
     if (rc == 0 && listen(l->fd, SOMAXCONN) != 0)
         rc = errmsg_set(e, ERR_IO, "listen %s: %s", spec, strerror(errno));
+    if (rc != 0)
+        listener_close(l);
+    return rc;
+}
+
+static int socket_option(int fd, int name)
+{
+    int value = -1;
+    socklen_t len = sizeof(value);
+    return getsockopt(fd, SOL_SOCKET, name, &value, &len) == 0 ? value : -1;
+}
+
+int listener_adopt(int fd, struct listener *l, struct errmsg *e)
+{
+    memset(l, 0, sizeof(*l));
+    l->fd = fd;
+    l->is_adopted = true;
+    int domain = socket_option(fd, SO_DOMAIN);
+    int flags = fcntl(fd, F_GETFL);
+    int rc = 0;
+    if (flags < 0 || socket_option(fd, SO_TYPE) != SOCK_STREAM ||
+        socket_option(fd, SO_ACCEPTCONN) != 1 ||
+        (domain != AF_INET && domain != AF_INET6 && domain != AF_UNIX))
+        rc = errmsg_set(e, ERR_INVALID,
+                        "descriptor %d was handed over, but is no listening stream socket: "
+                        "accepted are TCP and unix sockets (ListenStream=, Accept=no)",
+                        fd);
+    else if (read_address(l) != 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0)
+        rc = errmsg_set(e, ERR_INVALID, "descriptor %d was handed over, but: %s", fd,
+                        strerror(errno));
     if (rc != 0)
         listener_close(l);
     return rc;

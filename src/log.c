@@ -3,18 +3,27 @@
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
 static _Atomic int max_level = LOG_LEVEL_INFO;
 static int is_journal;
 
-void log_init(enum log_level level)
+void log_init(enum log_level level, const char *journal_stream)
 {
-    is_journal = getenv("JOURNAL_STREAM") != NULL;
+    unsigned long long dev, ino;
+    struct stat st;
+    is_journal = journal_stream && sscanf(journal_stream, "%llu:%llu", &dev, &ino) == 2 &&
+                 fstat(STDERR_FILENO, &st) == 0 && st.st_dev == dev && st.st_ino == ino;
     log_set_level(level);
+}
+
+const char *log_prefix(enum log_level level)
+{
+    static const char *const journal[] = {"<3>", "<4>", "<6>", "<7>"};
+    return is_journal ? journal[level] : "";
 }
 
 void log_set_level(enum log_level level)
@@ -25,13 +34,12 @@ void log_set_level(enum log_level level)
 void log_line(enum log_level level, const char *fmt, ...)
 {
     static const char *const names[] = {"error", "warn", "info", "debug"};
-    static const char *const journal[] = {"<3>", "<4>", "<6>", "<7>"};
     if ((int)level > atomic_load_explicit(&max_level, memory_order_relaxed))
         return;
     char line[2048];
     int n;
     if (is_journal) {
-        n = snprintf(line, sizeof(line), "%s", journal[level]);
+        n = snprintf(line, sizeof(line), "%s", log_prefix(level));
     } else {
         struct timespec ts;
         struct tm tm;

@@ -2,15 +2,19 @@
  *
  * Callable from any thread; a line is written with one write(2). Levels: error = act, warn =
  * look, info = start, stop, reload and one line a request, debug = the rest. Prompts and tokens
- * are never logged. Under journald (JOURNAL_STREAM) lines carry the <N> priority prefix. */
+ * are never logged. Under journald lines carry the <N> priority prefix. */
 #ifndef PREFILLD_LOG_H
 #define PREFILLD_LOG_H
 
 enum log_level { LOG_LEVEL_ERROR, LOG_LEVEL_WARN, LOG_LEVEL_INFO, LOG_LEVEL_DEBUG };
 
-/* Reads JOURNAL_STREAM; call once before threads start. */
-void log_init(enum log_level level);
+/* journal_stream: JOURNAL_STREAM, or NULL; when it names what stderr is, journald reads the lines.
+ * Call once before threads start. */
+void log_init(enum log_level level, const char *journal_stream);
 void log_set_level(enum log_level level);
+
+/* What a line of one's own on stderr begins with. */
+const char *log_prefix(enum log_level level);
 
 void log_line(enum log_level level, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 

@@ -14,14 +14,23 @@
 #include "engine.h"
 #include "log.h"
 #include "model.h"
+#include "notify.h"
 #include "utf8.h"
 #include "work.h"
 
-enum { EXIT_DEVICE_LOST = 70, EXIT_BAD_CONFIG = 78 };
+enum {
+    EXIT_DEVICE_LOST = 70,
+    EXIT_BAD_CONFIG = 78,
+    EXTEND_US = 60 * 1000000 /* what the service manager is asked for, while something moves */
+};
 
 /* Everything that lives as long as the daemon, in the order it is opened. */
 struct server {
+    int argc;
+    char **argv;
     struct conf conf;
+    struct notify notify;
+    struct notify_sockets sockets;
     struct metrics metrics;
     struct arch arch;
     struct st_set *set; /* NULL: dummy weights */
@@ -52,14 +61,16 @@ static void signals_block(void)
     signal(SIGPIPE, SIG_IGN);
 }
 
-/* Waits up to wait_ms for SIGTERM or SIGINT; 0 when none came. */
-static int signals_wait(int32_t wait_ms)
+/* Waits up to wait_ms for SIGTERM, SIGINT or, when asked for, SIGHUP; 0 when none came. */
+static int signals_wait(int32_t wait_ms, bool with_hup)
 {
     sigset_t set;
     struct timespec ts = {.tv_sec = wait_ms / 1000, .tv_nsec = (wait_ms % 1000) * 1000000L};
     sigemptyset(&set);
     sigaddset(&set, SIGTERM);
     sigaddset(&set, SIGINT);
+    if (with_hup)
+        sigaddset(&set, SIGHUP);
     int sig = sigtimedwait(&set, NULL, &ts);
     return sig > 0 ? sig : 0;
 }
@@ -228,6 +239,8 @@ static int server_open_http(struct server *s, struct errmsg *e)
         return errmsg_set(e, ERR_NOMEM, "cannot start %d worker threads", c->workers);
     struct http_config h = {.listen = (const char *const *)c->listen,
                             .n_listen = c->n_listen,
+                            .inherited = s->sockets.fds,
+                            .n_inherited = s->sockets.n,
                             .max_connections = c->max_connections,
                             .max_body_bytes = c->max_body_bytes,
                             .header_timeout_s = c->header_timeout_s,
@@ -241,10 +254,20 @@ static int server_open_http(struct server *s, struct errmsg *e)
                             .lane = api_lane,
                             .handle = api_handle,
                             .refused = api_refused};
+    if (s->sockets.n > 0 && c->listen_is_default)
+        h.n_listen = 0;
+    s->api.hands_over = s->sockets.n > 0 && h.n_listen == 0;
     return http_open(&h, &s->http, e);
 }
 
 /* ---- after the socket: the model ---- */
+
+/* Each word asks for time for what comes next. */
+static void server_say_loading(struct server *s, double done)
+{
+    notify_send(&s->notify, "STATUS=loading %.0f%%\nEXTEND_TIMEOUT_USEC=%d", done * 100,
+                EXTEND_US);
+}
 
 /* Called while weights load, on the main thread. A signal ends the daemon here: nothing was
  * accepted yet. */
@@ -253,8 +276,9 @@ static void server_on_progress(void *arg, double done)
     enum { LOG_EVERY_US = 1000000 };
     struct server *s = arg;
     atomic_store(&s->api.loaded_permille, (int)(done * 1000));
-    if (signals_wait(0)) {
+    if (signals_wait(0, false)) {
         log_info("event=stop why=signal while=loading");
+        notify_send(&s->notify, "STOPPING=1");
         http_quiesce(s->http);
         http_close(s->http);
         exit(0);
@@ -263,6 +287,7 @@ static void server_on_progress(void *arg, double done)
     if (now_us - s->progress_logged_us >= LOG_EVERY_US) {
         s->progress_logged_us = now_us;
         log_info("event=loading percent=%.0f", done * 100);
+        server_say_loading(s, done);
     }
 }
 
@@ -270,10 +295,12 @@ static int server_open_model(struct server *s, struct errmsg *e)
 {
     int64_t from_us = request_now_us();
     s->progress_logged_us = from_us;
+    server_say_loading(s, 0);
     int rc = model_open(&s->arch, s->set, (uint64_t)s->conf.dummy_seed, &s->backend, &s->sizes,
                         server_on_progress, s, &s->model, e);
     if (rc != 0)
         return rc;
+    server_say_loading(s, 1);
     double seconds = (double)(request_now_us() - from_us) / 1e6;
     log_info("event=loaded seconds=%.2f gb_per_s=%.2f", seconds,
              (double)s->sizes.weights_bytes / 1e9 / seconds);
@@ -303,6 +330,7 @@ static void server_ready(struct server *s)
 {
     const struct model_sizes *z = &s->sizes;
     atomic_store(&s->api.phase, PHASE_READY);
+    http_accept_inherited(s->http);
     /* Tests and scripts read this line; its words are a contract (README). */
     fprintf(stderr,
             "ready listen=%s model=%s backend=%s slots=%d kv_tokens=%lld max_step_tokens=%d "
@@ -310,14 +338,55 @@ static void server_ready(struct server *s)
             http_addresses(s->http), s->model_id, s->backend.ops->name, z->o.state_slots,
             (long long)z->n_pages * z->o.page_tokens, z->o.max_step_tokens,
             z->o.max_prompt_tokens, s->conf.queue_length);
+    notify_send(&s->notify, "READY=1\nSTATUS=ready");
+}
+
+static void server_tick(struct server *s, const char *phase)
+{
+    char status[64];
+    struct metrics_pools p;
+    metrics_get_pools(&s->metrics, &p);
+    snprintf(status, sizeof(status), "%s, %d running, %d waiting", phase, p.requests_running,
+             queue_n_waiting(s->queue));
+    notify_tick(&s->notify, request_now_us(), atomic_load(&s->metrics.last_progress_us),
+                status);
+}
+
+/* SIGHUP: log-level and api-key-file anew, from file and command line. */
+static void server_reload(struct server *s)
+{
+    struct conf c;
+    struct errmsg e;
+    notify_send(&s->notify, "RELOADING=1\nMONOTONIC_USEC=%lld", (long long)request_now_us());
+    int rc = conf_parse(s->argc, s->argv, &c, &e);
+    if (rc == 0) {
+        rc = api_read_keys(&s->api, c.api_key_file, &e);
+        if (rc == 0)
+            log_set_level(c.log_level);
+        conf_fini(&c);
+    }
+    if (rc == 0)
+        log_info("event=reload log-level and api-key-file were read");
+    else
+        log_error("event=reload_failed what=\"%s\" log-level and keys stay as they were",
+                  e.text);
+    notify_send(&s->notify, "READY=1");
 }
 
 /* Waits for the end: 0 after a signal, EXIT_DEVICE_LOST. */
 static int server_wait(struct server *s)
 {
-    enum { LOOK_MS = 200 };
+    enum { LOOK_MS = 200, LOOKS = 8 }; /* several in an interval of the watchdog */
+    int64_t look_ms = LOOK_MS;
+    if (s->notify.watchdog_us > 0 && s->notify.watchdog_us / 1000 / LOOKS < look_ms)
+        look_ms = s->notify.watchdog_us / 1000 / LOOKS;
     for (;;) {
-        int sig = signals_wait(LOOK_MS);
+        server_tick(s, "ready");
+        int sig = signals_wait((int32_t)look_ms, true);
+        if (sig == SIGHUP) {
+            server_reload(s);
+            continue;
+        }
         if (sig) {
             log_info("event=stop why=%s", sig == SIGTERM ? "SIGTERM" : "SIGINT");
             return 0;
@@ -327,17 +396,27 @@ static int server_wait(struct server *s)
     }
 }
 
-/* Refuses new work, lets the old end; a second signal or drain-s aborts what is left. */
+/* Refuses new work, lets the old end; a second signal or drain-s aborts what is left. With
+ * inherited sockets alone nothing is refused: who connects waits for the successor, and each
+ * connection that is left gets one more answer. */
 static void server_drain(struct server *s)
 {
-    enum { LOOK_US = 50000 };
-    int64_t deadline_us = request_now_us() + (int64_t)s->conf.drain_s * 1000000;
-    /* The sockets stay open meanwhile: /ready says draining, new work gets 503. */
+    enum { LOOK_US = 50000, INCOMING_US = 5000000 };
+    int64_t now_us = request_now_us();
+    int64_t deadline_us = now_us + (int64_t)s->conf.drain_s * 1000000;
+    int64_t incoming_us = s->api.hands_over ? now_us + INCOMING_US : now_us;
+    notify_send(&s->notify, "STOPPING=1\nEXTEND_TIMEOUT_USEC=%lld",
+                (long long)s->conf.drain_s * 1000000 + EXTEND_US);
+    /* Own sockets stay open meanwhile: /ready says draining, new work gets 503. */
     atomic_store(&s->api.phase, PHASE_DRAINING);
+    http_release_inherited(s->http);
     bool is_done = false;
-    while (!is_done && request_now_us() < deadline_us && !signals_wait(0)) {
+    while (!is_done && request_now_us() < deadline_us && !signals_wait(0, false)) {
         int64_t look_us = request_now_us() + LOOK_US;
+        server_tick(s, "draining");
         is_done = engine_drain(s->engine, look_us) && http_flush(s->http, look_us);
+        if (is_done && request_now_us() < incoming_us && http_n_incoming(s->http) > 0)
+            is_done = signals_wait(LOOK_US / 1000, false) != 0;
     }
     if (is_done)
         log_info("event=drained");
@@ -346,6 +425,13 @@ static void server_drain(struct server *s)
             "event=drain_cut waiting=%d the step under way ends, its requests may still be "
             "answered; the others get 503",
             queue_n_waiting(s->queue));
+    if (is_done && s->api.hands_over) {
+        /* What comes now meets a close, not a refusal, and goes to the successor. */
+        http_close(s->http);
+        s->http = NULL;
+        engine_stop(s->engine);
+        return;
+    }
     http_quiesce(s->http);
     engine_stop(s->engine);
     http_flush(s->http, request_now_us() + 1000000);
@@ -371,6 +457,7 @@ static void server_close(struct server *s)
     arch_fini(&s->arch);
     api_close(&s->api);
     metrics_fini(&s->metrics);
+    notify_close(&s->notify);
     conf_fini(&s->conf);
 }
 
@@ -380,7 +467,7 @@ static int server_run(struct server *s, struct errmsg *e)
         return EXIT_FAILURE;
     int rc = server_name(s, e);
     if (rc == 0)
-        rc = api_open(&s->api, s->conf.api_key_file, e);
+        rc = api_read_keys(&s->api, s->conf.api_key_file, e);
     if (rc == 0)
         rc = server_open_checkpoint(s, e);
     if (rc != 0)
@@ -410,14 +497,29 @@ static int server_run(struct server *s, struct errmsg *e)
     return rc;
 }
 
+/* The one place that reads the environment, for what the service manager put there. */
+static int server_meet_manager(struct server *s, struct errmsg *e)
+{
+    if (notify_open(&s->notify, getenv("NOTIFY_SOCKET"), getenv("WATCHDOG_USEC"),
+                    getenv("WATCHDOG_PID"), e) != 0)
+        log_warn("event=no_manager what=\"%s\"", e->text);
+    int rc = notify_sockets_take(&s->sockets, getenv("LISTEN_PID"), getenv("LISTEN_FDS"),
+                                 getenv("LISTEN_FDNAMES"), e);
+    for (int32_t i = 0; i < s->sockets.n && rc == 0; i++)
+        log_info("event=socket fd=%d name=\"%s\"", s->sockets.fds[i], s->sockets.names[i]);
+    return rc;
+}
+
 int main(int argc, char **argv)
 {
-    static struct server server;
+    static struct server server = {.notify.fd = -1};
     static struct errmsg e;
-    log_init(LOG_LEVEL_INFO);
+    log_init(LOG_LEVEL_INFO, getenv("JOURNAL_STREAM"));
+    server.argc = argc;
+    server.argv = argv;
     int rc = conf_parse(argc, argv, &server.conf, &e);
     if (rc != 0) {
-        fprintf(stderr, "prefilld: %s\n", e.text);
+        fprintf(stderr, "%sprefilld: %s\n", log_prefix(LOG_LEVEL_ERROR), e.text);
         return EXIT_BAD_CONFIG;
     }
     if (server.conf.action == CONF_HELP || server.conf.action == CONF_VERSION) {
@@ -429,9 +531,11 @@ int main(int argc, char **argv)
         return 0;
     }
     log_set_level(server.conf.log_level);
-    rc = server_run(&server, &e);
+    if (server.conf.action == CONF_RUN)
+        rc = server_meet_manager(&server, &e);
+    rc = rc == 0 ? server_run(&server, &e) : EXIT_BAD_CONFIG;
     if (e.text[0])
-        fprintf(stderr, "prefilld: %s\n", e.text);
+        fprintf(stderr, "%sprefilld: %s\n", log_prefix(LOG_LEVEL_ERROR), e.text);
     server_close(&server);
     return rc;
 }

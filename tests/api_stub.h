@@ -168,7 +168,7 @@ static inline struct server *server_start(const char *key_file)
                             .handle = api_handle,
                             .refused = api_refused};
     atomic_store(&s->metrics.last_progress_us, request_now_us());
-    if (api_open(&s->api, key_file, &e) != 0 || http_open(&c, &s->http, &e) != 0) {
+    if (api_read_keys(&s->api, key_file, &e) != 0 || http_open(&c, &s->http, &e) != 0) {
         printf("Bail out! %s\n", e.text);
         exit(1);
     }

@@ -150,8 +150,9 @@ DEFAULTS = {"--state-slots": 16, "--kv-tokens": 40960}
 class Daemon:
     """prefilld, started with the demo model on a free port; ended with the `with` block."""
 
-    def __init__(self, *args, model=MODEL, listen=("127.0.0.1:0",), waits=True, before=None):
-        command = [PREFILLD, "--model", model]
+    def __init__(self, *args, model=MODEL, listen=("127.0.0.1:0",), waits=True, before=None,
+                 launcher=(), environment=None, fds=()):
+        command = [*launcher, PREFILLD, "--model", model]
         for address in listen:
             command += ["--listen", address]
         for name, value in DEFAULTS.items():
@@ -159,7 +160,8 @@ class Daemon:
                 command += [name, str(value)]
         self.log = []
         self.process = subprocess.Popen(command + [str(a) for a in args], stderr=subprocess.PIPE,
-                                        stdin=subprocess.DEVNULL, text=True, preexec_fn=before)
+                                        stdin=subprocess.DEVNULL, text=True, preexec_fn=before,
+                                        env=environment, pass_fds=fds)
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
         self.addresses = []

@@ -10,7 +10,7 @@ cd "$root" || exit 1
 
 packages='build-essential autoconf automake pkgconf libmicrohttpd-dev libjansson-dev libpcre2-dev
     libutf8proc-dev libcriterion-dev python3'
-checkers='clang-format mandoc haproxy' # without them their tests are skipped in words
+checkers='clang-format mandoc haproxy systemd' # without them their tests are skipped in words
 jobs=$(nproc)
 logs=$root/build/logs
 # No make check takes minutes; a test that hangs is ended here.
@@ -130,7 +130,9 @@ check_install() {
     for file in sbin/prefilld bin/prefill bin/loadgen share/man/man1/loadgen.1 \
         share/man/man1/prefill.1 share/man/man8/prefilld.8 \
         share/man/man5/prefilld.conf.5 share/doc/prefilld/prefilld.conf \
-        share/doc/prefilld/README.md; do
+        share/doc/prefilld/README.md lib/systemd/system/prefilld.service \
+        lib/systemd/system/prefilld.socket lib/sysusers.d/prefilld.conf lib/tmpfiles.d/prefilld.conf \
+        share/doc/prefilld/cpu.conf; do
         [ -s "$dest/usr/$file" ] || { echo "make install did not install $file" && return 1; }
     done
     "$dest/usr/sbin/prefilld" --version || return 1

@@ -385,11 +385,18 @@ static void test_keys(void)
     server_stop(s);
     struct api none = {0};
     struct errmsg e;
+    CHECK(api_read_keys(&none, path, &e) == 0 && none.keys->n > 1, "keys are read");
+    const struct api_keys *before = none.keys;
     file = open(path, O_WRONLY | O_TRUNC);
     close(file);
-    CHECK(api_open(&none, path, &e) == ERR_INVALID && strstr(e.text, "no key"), "%s", e.text);
+    CHECK(api_read_keys(&none, path, &e) == ERR_INVALID && strstr(e.text, "no key"), "%s",
+          e.text);
     unlink(path);
-    CHECK(api_open(&none, path, &e) == ERR_NOT_FOUND && strstr(e.text, path), "%s", e.text);
+    CHECK(api_read_keys(&none, path, &e) == ERR_NOT_FOUND && strstr(e.text, path), "%s",
+          e.text);
+    CHECK(none.keys == before, "what cannot be read changes nothing");
+    CHECK(api_read_keys(&none, NULL, &e) == 0 && none.keys->n == 0, "no file, no keys");
+    api_close(&none);
 }
 
 /* ---- everything at once ---- */
@@ -455,7 +462,7 @@ static void test_storm(void)
 int main(void)
 {
     signal(SIGPIPE, SIG_IGN);
-    log_init(LOG_LEVEL_WARN);
+    log_init(LOG_LEVEL_WARN, NULL);
     test_answers();
     test_refusals();
     test_other_calls();

@@ -446,7 +446,7 @@ static void test_stream_close(void)
 int main(void)
 {
     signal(SIGPIPE, SIG_IGN);
-    log_init(LOG_LEVEL_ERROR);
+    log_init(LOG_LEVEL_ERROR, NULL);
     test_shapes();
     test_stop();
     test_refusals();
