@@ -29,7 +29,14 @@ struct route {
 static const struct route routes[] = {
     {"POST", "/v1/prefill", false, true, api_prefill},
     {"POST", "/v1/completions", false, true, api_completions},
+    {"POST", "/v1/chat/completions", false, true, api_chat},
+    {"POST", "/v1/score", false, true, api_score},
+    {"POST", "/generative_scoring", false, true, api_generative_scoring},
+    {"POST", "/rerank", false, true, api_rerank},
+    {"POST", "/v1/rerank", false, true, api_rerank},
+    {"POST", "/generate", false, true, api_generate},
     {"GET", "/v1/models", false, false, api_models},
+    {"GET", "/v1/models/", false, false, api_model},
     {"GET", "/v1/trace", false, false, api_trace},
     {"GET", "/", true, false, api_page},
     {"GET", "/health", true, false, api_health},
@@ -41,11 +48,16 @@ static const struct route routes[] = {
     {"GET", "/tokenizer_info", false, false, api_tokenizer_info},
 };
 
+/* A path but "/" that ends in a slash stands for all that begin with it, and have more. */
 static const struct route *find_route(const char *path)
 {
-    for (size_t i = 0; i < sizeof(routes) / sizeof(routes[0]); i++)
-        if (strcmp(routes[i].path, path) == 0)
+    for (size_t i = 0; i < sizeof(routes) / sizeof(routes[0]); i++) {
+        const char *p = routes[i].path;
+        size_t len = strlen(p);
+        bool takes_more = len > 1 && p[len - 1] == '/';
+        if (takes_more ? strncmp(p, path, len) == 0 && path[len] : strcmp(p, path) == 0)
             return &routes[i];
+    }
     return NULL;
 }
 
@@ -325,7 +337,8 @@ static int refusal(const struct api *a, const struct exchange *x, const struct r
         *message = "this call takes another method; see Allow";
         return 405;
     }
-    if (strncmp(r->path, "/v1/", 4) == 0 && !is_allowed(a, exchange_authorization(x))) {
+    if ((r->counts || strncmp(r->path, "/v1/", 4) == 0) &&
+        !is_allowed(a, exchange_authorization(x))) {
         *message = "a key is needed: Authorization: Bearer KEY";
         return 401;
     }

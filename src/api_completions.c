@@ -50,13 +50,21 @@ static const char *const unserved[] = {
 
 /* ---- the question ---- */
 
+int completion_read_n(const json_t *root, struct completion *c, struct json_error *e)
+{
+    int64_t n = 1;
+    int rc = json_get_int(root, "n", 1, MAX_N, &n, e);
+    c->n = (int32_t)n;
+    return rc;
+}
+
 static int read_counts(const json_t *root, struct completion *c, struct json_error *e)
 {
-    int64_t n = 1, best_of = 0, max_new = -1, n_top = -1, n_prompt_top = -1;
-    int rc = json_get_int(root, "n", 1, MAX_N, &n, e);
+    int64_t best_of = 0, max_new = -1, n_top = -1, n_prompt_top = -1;
+    int rc = completion_read_n(root, c, e);
     if (rc == 0)
         rc = json_get_int(root, "best_of", INT64_MIN, INT64_MAX, &best_of, e);
-    if (rc == 0 && best_of != 0 && best_of != 1 && best_of != n)
+    if (rc == 0 && best_of != 0 && best_of != 1 && best_of != c->n)
         rc = json_fail(e, ERR_INVALID, "best_of",
                        "best_of is another number than n; 1 or n is accepted: all choices "
                        "are returned");
@@ -66,15 +74,13 @@ static int read_counts(const json_t *root, struct completion *c, struct json_err
         rc = json_get_int(root, "logprobs", 0, TOP_MAX, &n_top, e);
     if (rc == 0)
         rc = json_get_int(root, "prompt_logprobs", 0, TOP_MAX, &n_prompt_top, e);
-    c->n = (int32_t)n;
     c->max_new = (int32_t)max_new;
     c->n_top = (int32_t)n_top;
     c->n_prompt_top = (int32_t)n_prompt_top;
     return rc;
 }
 
-/* {"type": "text"} is what is done anyway. */
-static int read_format(const json_t *root, struct json_error *e)
+int completion_read_format(const json_t *root, struct json_error *e)
 {
     const json_t *v = json_object_get(root, "response_format");
     const char *type = json_string_value(json_object_get(v, "type"));
@@ -84,7 +90,7 @@ static int read_format(const json_t *root, struct json_error *e)
                      "response_format asks for a form; only {\"type\": \"text\"} is accepted");
 }
 
-static int read_stream(const json_t *root, struct completion *c, struct json_error *e)
+int completion_read_stream(const json_t *root, struct completion *c, struct json_error *e)
 {
     const json_t *o = json_object_get(root, "stream_options");
     int rc = json_get_bool(root, "stream", &c->group.is_stream, e);
@@ -108,7 +114,7 @@ static int read_options(const struct api *a, const json_t *root, struct completi
     const json_t *kv = json_object_get(root, "kv_transfer_params");
     int rc = api_refuse_fields(root, unserved, e);
     if (rc == 0)
-        rc = read_format(root, e);
+        rc = completion_read_format(root, e);
     if (rc == 0)
         rc = read_counts(root, c, e);
     if (rc == 0)
@@ -120,7 +126,7 @@ static int read_options(const struct api *a, const json_t *root, struct completi
     if (rc == 0)
         rc = json_get_bool(root, "add_special_tokens", &adds_special, e);
     if (rc == 0)
-        rc = read_stream(root, c, e);
+        rc = completion_read_stream(root, c, e);
     if (rc == 0 && kv && !json_is_null(kv) && !json_is_object(kv))
         rc = json_fail(e, ERR_INVALID, "kv_transfer_params",
                        "kv_transfer_params is %s; an object is accepted", json_kind(kv));
@@ -156,18 +162,20 @@ static int read_truncation(const struct api *a, const json_t *root, struct promp
 
 /* Are the tokens to generate within what a request may hold? The last one is never computed, so
  * it takes no room. */
-static int check_lengths(const struct api *a, struct completion *c, struct json_error *e)
+int completion_check_lengths(const struct api *a, const struct completion *c,
+                             const char *max_field, struct json_error *e)
 {
     for (int32_t i = 0; i < c->n_prompts && c->max_new > 0; i++)
         if (c->max_new - 1 > a->max_prompt_tokens - c->prompts[i].n_ids)
-            return json_fail(e, ERR_INVALID, "max_tokens",
-                             "max_tokens is %d and the prompt has %d tokens; together at most "
+            return json_fail(e, ERR_INVALID, max_field,
+                             "%s is %d and the prompt has %d tokens; together at most "
                              "%d are accepted",
-                             c->max_new, c->prompts[i].n_ids, a->max_prompt_tokens + 1);
+                             max_field, c->max_new, c->prompts[i].n_ids,
+                             a->max_prompt_tokens + 1);
     if (c->max_new >= 0 && c->choosing.sampling.min_new > c->max_new)
         return json_fail(e, ERR_INVALID, "min_tokens",
-                         "min_tokens is %d; at most max_tokens, which is %d, is accepted",
-                         c->choosing.sampling.min_new, c->max_new);
+                         "min_tokens is %d; at most %s, which is %d, is accepted",
+                         c->choosing.sampling.min_new, max_field, c->max_new);
     int64_t n_all = (int64_t)c->n_prompts * c->n;
     if (n_all > queue_max_waiting(a->queue))
         return json_fail(e, ERR_INVALID, "n",
@@ -200,7 +208,7 @@ static int read_question(struct api *a, struct exchange *x, struct completion *c
     if (rc == 0)
         rc = api_read_prompts(a, &body, &prompt, &c->prompts, &c->n_prompts, e);
     if (rc == 0)
-        rc = check_lengths(a, c, e);
+        rc = completion_check_lengths(a, c, "max_tokens", e);
     json_fini(&body);
     return rc;
 }
@@ -234,7 +242,7 @@ static int32_t max_new_of(const struct api *a, const struct completion *c,
     if (c->max_new >= 0)
         return c->max_new;
     int32_t room = a->max_prompt_tokens - p->n_ids + 1;
-    return room < DEFAULT_MAX_TOKENS ? room : DEFAULT_MAX_TOKENS;
+    return room < c->default_new ? room : c->default_new;
 }
 
 static int copy_prompt(struct prompt *out, const struct prompt *p)
@@ -285,7 +293,8 @@ static int add_choices(struct completion *c)
     return rc;
 }
 
-void api_completions(struct api *a, struct exchange *x)
+void completion_run(struct api *a, struct exchange *x, completion_read *read,
+                    void (*format)(struct group *g, struct buf *out))
 {
     struct api_common common;
     struct json_error e;
@@ -298,10 +307,12 @@ void api_completions(struct api *a, struct exchange *x)
         api_refuse(a, x, 500, NULL, "memory is short");
         return;
     }
-    c->group.format = completion_format;
+    c->group.format = format;
     c->group.release = release;
     c->created = (int64_t)time(NULL);
-    int rc = read_question(a, x, c, &common, &e);
+    c->n_prompt_top = -1;
+    c->default_new = DEFAULT_MAX_TOKENS;
+    int rc = read(a, x, c, &common, &e);
     if (c->choosing.n_stops > 0 || c->group.is_stream)
         c->group.update = completion_update;
     if (rc == 0)
@@ -316,4 +327,9 @@ void api_completions(struct api *a, struct exchange *x)
         return;
     }
     group_start(&c->group);
+}
+
+void api_completions(struct api *a, struct exchange *x)
+{
+    completion_run(a, x, read_question, completion_format);
 }

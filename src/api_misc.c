@@ -16,22 +16,66 @@ void api_version(struct api *a, struct exchange *x)
     api_reply(x, 200, &b);
 }
 
+static void add_model(const struct api *a, struct buf *b)
+{
+    size_t len = strlen(a->model_id);
+    buf_adds(b, "{\"id\": ");
+    buf_json_string(b, a->model_id, len);
+    buf_adds(b, ", \"object\": \"model\", \"created\": ");
+    buf_json_i64(b, a->started_unix_s);
+    buf_adds(b, ", \"owned_by\": \"prefilld\", \"root\": ");
+    buf_json_string(b, a->model_id, len);
+    buf_adds(b, ", \"max_model_len\": ");
+    buf_json_i64(b, a->max_prompt_tokens);
+    buf_adds(b, ", \"vocab_size\": ");
+    buf_json_i64(b, a->vocab);
+    buf_addc(b, '}');
+}
+
 void api_models(struct api *a, struct exchange *x)
 {
     struct buf b;
-    size_t len = strlen(a->model_id);
     buf_init(&b);
-    buf_adds(&b, "{\"object\": \"list\", \"data\": [{\"id\": ");
-    buf_json_string(&b, a->model_id, len);
-    buf_adds(&b, ", \"object\": \"model\", \"created\": ");
-    buf_json_i64(&b, a->started_unix_s);
-    buf_adds(&b, ", \"owned_by\": \"prefilld\", \"root\": ");
-    buf_json_string(&b, a->model_id, len);
-    buf_adds(&b, ", \"max_model_len\": ");
-    buf_json_i64(&b, a->max_prompt_tokens);
-    buf_adds(&b, ", \"vocab_size\": ");
-    buf_json_i64(&b, a->vocab);
-    buf_adds(&b, "}]}");
+    buf_adds(&b, "{\"object\": \"list\", \"data\": [");
+    add_model(a, &b);
+    buf_adds(&b, "]}");
+    api_reply(x, 200, &b);
+}
+
+static int hex_digit(char c)
+{
+    return c >= '0' && c <= '9'   ? c - '0'
+           : c >= 'a' && c <= 'f' ? c - 'a' + 10
+           : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                  : -1;
+}
+
+/* Is text, with its %-escapes decoded, name? */
+static bool is_name(const char *text, const char *name)
+{
+    for (; *text && *name; text++, name++) {
+        int c = (unsigned char)*text;
+        if (c == '%' && hex_digit(text[1]) >= 0 && hex_digit(text[2]) >= 0) {
+            c = hex_digit(text[1]) * 16 + hex_digit(text[2]);
+            text += 2;
+        }
+        if (c != (unsigned char)*name)
+            return false;
+    }
+    return !*text && !*name;
+}
+
+void api_model(struct api *a, struct exchange *x)
+{
+    struct buf b;
+    if (!is_name(exchange_path(x) + strlen("/v1/models/"), a->model_id)) {
+        char text[320];
+        snprintf(text, sizeof(text), "model is not served here; served is %.256s", a->model_id);
+        api_error(a, x, 404, "model", text);
+        return;
+    }
+    buf_init(&b);
+    add_model(a, &b);
     api_reply(x, 200, &b);
 }
 

@@ -31,13 +31,19 @@ int api_check_model(const struct api *a, const json_t *root, struct json_error *
 /* ---- the calls ---- */
 void api_prefill(struct api *a, struct exchange *x);     /* api_prefill.c */
 void api_completions(struct api *a, struct exchange *x); /* api_completions.c */
-void api_tokenize(struct api *a, struct exchange *x);    /* api_tokenize.c */
+void api_score(struct api *a, struct exchange *x);       /* api_score.c */
+void api_generative_scoring(struct api *a, struct exchange *x);
+void api_rerank(struct api *a, struct exchange *x);
+void api_chat(struct api *a, struct exchange *x);     /* api_chat.c */
+void api_generate(struct api *a, struct exchange *x); /* api_generate.c */
+void api_tokenize(struct api *a, struct exchange *x); /* api_tokenize.c */
 void api_detokenize(struct api *a, struct exchange *x);
 void api_tokenizer_info(struct api *a, struct exchange *x);
 void api_health(struct api *a, struct exchange *x); /* api_misc.c */
 void api_ready(struct api *a, struct exchange *x);
 void api_version(struct api *a, struct exchange *x);
 void api_models(struct api *a, struct exchange *x);
+void api_model(struct api *a, struct exchange *x);
 void api_metrics(struct api *a, struct exchange *x);
 void api_page(struct api *a, struct exchange *x);
 void api_trace(struct api *a, struct exchange *x);

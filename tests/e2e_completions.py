@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""/v1/completions on the demo model, asked as its clients ask: their bodies, and what they read.
+"""/v1/completions and its relatives on the demo model, asked as its clients ask: their bodies, and what they read.
 TAP."""
 
 import json
+import math
 import os
+import struct
 
 from e2e import SRCDIR, Daemon, check, done, until
 
@@ -17,6 +19,11 @@ def complete(d, **fields):
 
 def tokens(d, text):
     return d.ask("POST", "/tokenize", {"prompt": text}).json()["tokens"]
+
+
+def f32(x):
+    """The number that was printed: nine digits name one float32."""
+    return struct.unpack("f", struct.pack("f", x))[0]
 
 
 def lm_eval_scores(choice, ctxlen):
@@ -175,11 +182,71 @@ def streams(d):
           "a hang-up in the middle frees everything")
 
 
+def others(d):
+    """/v1/score, label scoring, SGLang's /generate, chats: against /v1/prefill and each other."""
+    context, tails = TEXT[:500], [" the LORD", ", and", TEXT[500:600]]
+    a = d.ask("POST", "/v1/score", {"context": context, "continuations": tails,
+                                    "top_logprobs": 2}).json()
+    for tail, s in zip(tails, a["data"], strict=True):
+        ids = tokens(d, context) + tokens(d, tail)
+        p = d.prefill(prompt=ids, logprobs="all", top_logprobs=2).json()
+        n = len(s["tokens"])
+        check(s["tokens"] == ids[-n:] and s["logprobs"] == p["prompt_logprobs"][-n:] and
+              s["logprob"] == sum(f32(v) for v in s["logprobs"]), f"a tail of {n} tokens: prefill's bits", s)
+        check(s["top"] == p["prompt_top"][-n:] or
+              [[t["id"] for t in row] for row in s["top"]] ==
+              [[t["id"] for t in row] for row in p["prompt_top"][-n:]], "and candidates")
+        check(s["is_greedy"] == all(t[0]["id"] == i
+                                    for t, i in zip(p["prompt_top"][-n:], s["tokens"])), "greedy")
+    labels = tokens(d, " yes") + tokens(d, " no")
+    item, query = "The king said", "Is it so? "
+    p = [f32(d.prefill(prompt=tokens(d, query) + tokens(d, item) + [i], logprobs="all")
+             .json()["prompt_logprobs"][-1]) for i in labels[:2]]
+    a = d.ask("POST", "/generative_scoring", {"query": query, "items": [item, "x"],
+                                              "label_token_ids": labels[:2]}).json()
+    want = math.exp(p[0]) / (math.exp(p[0]) + math.exp(p[1]))
+    check(abs(a["data"][0]["score"] - want) < 1e-12, "a label among labels", a)
+    a = d.ask("POST", "/rerank", {"query": query, "documents": ["a", item, "b"],
+                                  "label_token_ids": labels[:2]}).json()
+    scores = [r["relevance_score"] for r in a["results"]]
+    check(scores == sorted(scores, reverse=True) and sorted(r["index"] for r in a["results"]) ==
+          [0, 1, 2] and any(abs(s - want) < 1e-12 for s in scores), "ranked", a)
+    # sglang-generate of lm-evaluation-harness.
+    ids = [tokens(d, TEXT[:200]), tokens(d, TEXT[300:350])]
+    a = d.ask("POST", "/generate", {
+        "input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "logprob_start_len": 0, "top_logprobs_num": 1, "return_logprob": True}).json()
+    for one, prompt in zip(a, ids, strict=True):
+        p = d.prefill(prompt=prompt, logprobs="all", top_logprobs=1).json()
+        meta = one["meta_info"]
+        check([x[0] for x in meta["input_token_logprobs"]] == p["prompt_logprobs"] and
+              [x[1] for x in meta["input_token_logprobs"]] == prompt, "SGLang's triples")
+        check([x and x[0][1] for x in meta["input_top_logprobs"]] ==
+              [t and t[0]["id"] for t in p["prompt_top"]], "and candidates")
+        check(one["output_ids"] == [p["next"]["id"]], "and the next")
+    chat = {"messages": [{"role": "user", "content": "Who is the LORD?"}], "max_tokens": 6,
+            "temperature": 0}
+    prompt = "<|im_start|>user\nWho is the LORD?<|im_end|>\n<|im_start|>assistant\n"
+    a = d.ask("POST", "/v1/chat/completions", chat).json()
+    b = complete(d, prompt=prompt, max_tokens=6, temperature=0).json()
+    check(a["choices"][0]["message"] == {"role": "assistant", "content": b["choices"][0]["text"]}
+          and a["object"] == "chat.completion" and a["usage"] == b["usage"], "a chat", a)
+    # What a disaggregation sidecar sends to the prefiller.
+    a = d.ask("POST", "/v1/chat/completions", dict(
+        chat, max_tokens=1, max_completion_tokens=1, stream=False, kv_transfer_params={
+            "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
+            "remote_block_ids": None, "remote_host": None, "remote_port": None})).json()
+    check(a["kv_transfer_params"]["do_remote_prefill"] is False and
+          a["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "a sidecar's request", a)
+    check(d.ask("GET", "/v1/models/demo").json()["id"] == "demo", "one model")
+
+
 with Daemon() as daemon:
     scoring(daemon)
     generating(daemon)
     groups(daemon)
     streams(daemon)
+    others(daemon)
     check(until(daemon.is_idle), "everything is back")
     check(daemon.stop() == 0, "it ends with 0")
 done()

@@ -187,7 +187,7 @@ static void test_other_calls(void)
            "tokenizer_info");
     expect(ask(s, "GET", "/secret", ""), 404, "\"type\": \"not_found_error\"", "no such call");
     expect(ask(s, "GET", "/v1/prefill/", ""), 404, "not_found_error", "no such call either");
-    expect(ask(s, "POST", "/v1/chat/completions", "{\"messages\":[]}"), 404, "not_found_error",
+    expect(ask(s, "POST", "/v1/embeddings", "{\"input\":[]}"), 404, "not_found_error",
            "a call of later");
     struct answer a = ask(s, "GET", "/v1/prefill", "");
     CHECK(a.status == 405 && answer_has(&a, "Allow", "POST"), "405 with Allow");
@@ -382,6 +382,9 @@ static void test_keys(void)
     }
     expect(ask(s, "GET", "/health", ""), 200, "ok", "calls outside of /v1 need no key");
     expect(ask(s, "GET", "/v1/models", ""), 401, "authentication_error", "all of /v1 does");
+    expect(ask(s, "POST", "/generate", "{}"), 401, "authentication_error",
+           "what computes, too");
+    expect(ask(s, "POST", "/rerank", "{}"), 401, "authentication_error", "as does /rerank");
     server_stop(s);
     struct api none = {0};
     struct errmsg e;

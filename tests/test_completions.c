@@ -245,6 +245,120 @@ static void test_ends(void)
     server_stop(s);
 }
 
+/* ---- its relatives ---- */
+
+/* A call, what its answer says, and with which status. */
+static const struct {
+    const char *path, *body, *says;
+    int status;
+} others[] = {
+    {"/v1/score", "{\"context\":[5,6],\"continuations\":[[7,8],\"And\"]}",
+     "{\"index\": 0, \"tokens\": [7, 8], \"logprob\": -2.5, \"logprobs\": [-1, -1.5], "
+     "\"is_greedy\": false}, {\"index\": 1",
+     200},
+    {"/v1/score", "{\"context\":[5,6],\"continuations\":[[7]],\"top_logprobs\":2}",
+     "\"logprobs\": [-1], \"is_greedy\": true, \"top\": [[{\"id\": 7, \"token\": \"(\", "
+     "\"logprob\": -0}, {\"id\": 8",
+     200},
+    {"/v1/score", "{\"context\":[],\"continuations\":[[7]]}", "context is empty", 400},
+    {"/v1/score", "{\"context\":[1]}", "continuations is missing", 400},
+    {"/v1/score", "{\"context\":[1],\"continuations\":[]}", "continuations has 0 entries", 400},
+    {"/v1/score", "{\"context\":[1],\"continuations\":[[]]}", "continuations[0] is empty", 400},
+    {"/v1/score", "{\"context\":[1],\"continuations\":[7]}", "continuations[0] is an integer",
+     400},
+    {"/v1/score", "{\"context\":[[1]],\"continuations\":[[7]]}", "context[0] is a list", 400},
+    {"/v1/score", "{\"context\":[1],\"continuations\":[[7],[2100]]}",
+     "continuations[1][0] is out of range", 400},
+    {"/v1/score", "{\"context\":[1],\"continuations\":[[1],[1],[1],[1],[1],[1],[1],[1],[1]]}",
+     "continuations makes 9 prompts; at most 8", 400},
+    /* The stub gives -0.5 t at row t: equal for both labels. */
+    {"/generative_scoring", "{\"query\":[5],\"items\":[[6],[6,7]],\"label_token_ids\":[8,9]}",
+     "\"data\": [{\"index\": 0, \"object\": \"score\", \"score\": 0.5}, {\"index\": 1, "
+     "\"object\": \"score\", \"score\": 0.5}], \"usage\": {\"prompt_tokens\": 5",
+     200},
+    {"/generative_scoring",
+     "{\"query\":[5],\"items\":[[6]],\"label_token_ids\":[8,9],\"apply_softmax\":false}",
+     "\"score\": 0.3678794411714423", 200}, /* exp(-1) */
+    {"/generative_scoring", "{\"query\":[5],\"items\":[[6]]}", "label_token_ids is missing",
+     400},
+    {"/generative_scoring", "{\"items\":[[6]],\"label_token_ids\":[8]}", "query is missing",
+     400},
+    {"/generative_scoring", "{\"query\":\"a\",\"items\":\"b\",\"label_token_ids\":[8]}",
+     "items is a string; a list is accepted", 400},
+    {"/rerank",
+     "{\"query\":[5],\"documents\":[\"And God said\",\"And\"],\"label_token_ids\":[8],"
+     "\"apply_softmax\":false,\"top_n\":1}",
+     "\"results\": [{\"index\": 1, \"relevance_score\": 0.36787944117144233, \"document\": "
+     "{\"text\": \"And\"}}]",
+     200},
+    {"/generate",
+     "{\"input_ids\":[5,6,7],\"sampling_params\":{\"max_new_tokens\":1},\"return_logprob\":"
+     "true,"
+     "\"logprob_start_len\":1,\"top_logprobs_num\":1,\"rid\":\"my-id\"}",
+     "\"output_ids\": [300], \"meta_info\": {\"id\": \"my-id\", \"finish_reason\": {\"type\": "
+     "\"length\", \"length\": 1}, \"prompt_tokens\": 3, \"completion_tokens\": 1",
+     200},
+    {"/generate",
+     "{\"input_ids\":[[5,6,7]],\"sampling_params\":{\"max_new_tokens\":1},\"return_logprob\":"
+     "true,"
+     "\"logprob_start_len\":0,\"top_logprobs_num\":1,\"return_text_in_logprobs\":true}",
+     "\"input_token_logprobs\": [[null, 5, \"&\"], [-0.5, 6, \"'\"], [-1, 7, \"(\"]], "
+     "\"input_top_logprobs\": [null, [[-0, 7, \"(\"]], [[-1, 7, \"(\"]]], "
+     "\"output_token_logprobs\": [[-0.125, 300, \" ha\"]]",
+     200},
+    {"/generate", "{\"text\":[\"And\",\"God\"],\"sampling_params\":{\"max_new_tokens\":1}}",
+     "[{\"text\": \" ha\"", 200},
+    {"/generate", "{\"text\":\"And\",\"input_ids\":[1]}", "both given", 400},
+    {"/generate", "{}", "both missing", 400},
+    {"/generate", "{\"text\":\"And\",\"stream\":true}", "stream is a boolean; this version",
+     400},
+    {"/generate", "{\"text\":\"And\",\"sampling_params\":{\"max_new_tokens\":101}}",
+     "max_new_tokens is 101", 400},
+    {"/generate", "{\"text\":\"And\",\"sampling_params\":{\"regex\":\"a\"}}", "regex", 400},
+    {"/v1/chat/completions",
+     "{\"messages\":[{\"role\":\"system\",\"content\":\"And\"},{\"role\":\"user\",\"content\":"
+     "[{\"type\":\"text\",\"text\":\"God\"}]}],\"max_tokens\":1,\"return_token_ids\":true}",
+     "\"message\": {\"role\": \"assistant\", \"content\": \" ha\"}, \"logprobs\": null, "
+     "\"finish_reason\": \"length\"",
+     200},
+    {"/v1/chat/completions",
+     "{\"messages\":[{\"role\":\"user\",\"content\":\"And\"}],\"max_tokens\":1,\"logprobs\":"
+     "true}",
+     "\"logprobs\": {\"content\": [{\"token\": \" ha\", \"logprob\": -0.125, \"bytes\": [32, "
+     "104, 97], \"top_logprobs\": []}]}",
+     200},
+    {"/v1/chat/completions", "{\"messages\":[]}", "messages is empty", 400},
+    {"/v1/chat/completions", "{}", "messages is missing", 400},
+    {"/v1/chat/completions", "{\"messages\":[{\"role\":\"x\",\"content\":\"a\"}]}",
+     "messages[0] is no object with a role", 400},
+    {"/v1/chat/completions",
+     "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"image\"}]}]}",
+     "messages[0] has a part that is no text", 400},
+    {"/v1/chat/completions",
+     "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"tools\":[{}]}",
+     "tools is a list; this version", 400},
+    {"/v1/chat/completions",
+     "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"top_logprobs\":1}",
+     "top_logprobs is given without logprobs", 400},
+};
+
+static void test_others(void)
+{
+    struct server *s = server_start(NULL);
+    for (size_t i = 0; i < sizeof(others) / sizeof(others[0]); i++) {
+        struct answer a = ask(s, "POST", others[i].path, others[i].body);
+        CHECK(a.status == others[i].status && strstr(a.body, others[i].says), "%s %s: %d %s",
+              others[i].path, others[i].body, a.status, a.body);
+        answer_free(&a);
+    }
+    expect(ask(s, "GET", "/v1/models/stub-model", ""), 200, "{\"id\": \"stub-model\"",
+           "a model");
+    expect(ask(s, "GET", "/v1/models/stub%2dmodel", ""), 200, "stub-model", "by escapes");
+    expect(ask(s, "GET", "/v1/models/stub", ""), 404, "served is stub-model", "another model");
+    expect(ask(s, "GET", "/v1/models/stub-model2", ""), 404, "not served", "a longer name");
+    server_stop(s);
+}
+
 /* ---- streams ---- */
 
 static int ask_stream(struct server *s, const char *body)
@@ -452,6 +566,7 @@ int main(void)
     test_refusals();
     test_full();
     test_ends();
+    test_others();
     test_stream();
     test_stream_fails();
     test_stream_hangup();
