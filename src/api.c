@@ -38,6 +38,7 @@ static const struct route routes[] = {
     {"GET", "/v1/models", false, false, api_models},
     {"GET", "/v1/models/", false, false, api_model},
     {"GET", "/v1/trace", false, false, api_trace},
+    {"GET", "/v1/steps", false, false, api_steps},
     {"GET", "/", true, false, api_page},
     {"GET", "/health", true, false, api_health},
     {"GET", "/ready", true, false, api_ready},

@@ -9,6 +9,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
+#include "api_steps.h"
 #include "http.h"
 #include "metrics.h"
 #include "queue.h"
@@ -43,6 +44,7 @@ struct api {
     struct queue *queue;
     struct trace *trace;
     struct steps *steps;
+    struct steps_readers readers;
     void (*cancel)(void *arg, struct request *r); /* engine_cancel */
     void *cancel_arg;
     const char *model_id;

@@ -47,5 +47,6 @@ void api_model(struct api *a, struct exchange *x);
 void api_metrics(struct api *a, struct exchange *x);
 void api_page(struct api *a, struct exchange *x);
 void api_trace(struct api *a, struct exchange *x);
+void api_steps(struct api *a, struct exchange *x); /* api_steps.c */
 
 #endif

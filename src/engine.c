@@ -429,6 +429,7 @@ int engine_self_test(struct engine *en, int32_t vocab, struct errmsg *e)
     if (rc == 0)
         rc = engine_try(en, vocab, n, e);
     en->step_number = 0;
+    en->trace.n_added = en->feed.n_added = 0;
     metrics_zero_steps(en->metrics);
     return rc;
 }

@@ -318,6 +318,7 @@ static int server_open_model(struct server *s, struct errmsg *e)
     if (rc == 0) {
         s->api.trace = engine_trace(s->engine);
         s->api.steps = engine_feed(s->engine);
+        steps_set_listener(s->api.steps, api_steps_notify, &s->api);
     }
     if (rc == 0)
         rc = engine_self_test(s->engine, s->arch.vocab, e);
@@ -410,6 +411,7 @@ static void server_drain(struct server *s)
     /* Own sockets stay open meanwhile: /ready says draining, new work gets 503. */
     atomic_store(&s->api.phase, PHASE_DRAINING);
     http_release_inherited(s->http);
+    api_steps_close(&s->api);
     bool is_done = false;
     while (!is_done && request_now_us() < deadline_us && !signals_wait(0, false)) {
         int64_t look_us = request_now_us() + LOOK_US;
@@ -456,6 +458,7 @@ static void server_close(struct server *s)
     st_close(s->set);
     arch_fini(&s->arch);
     api_close(&s->api);
+    steps_readers_fini(&s->api.readers);
     metrics_fini(&s->metrics);
     notify_close(&s->notify);
     conf_fini(&s->conf);
@@ -465,6 +468,7 @@ static int server_run(struct server *s, struct errmsg *e)
 {
     if (metrics_init(&s->metrics) != 0)
         return EXIT_FAILURE;
+    steps_readers_init(&s->api.readers);
     int rc = server_name(s, e);
     if (rc == 0)
         rc = api_read_keys(&s->api, s->conf.api_key_file, e);

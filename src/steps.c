@@ -15,6 +15,12 @@ void steps_fini(struct steps *s)
     pthread_mutex_destroy(&s->lock);
 }
 
+void steps_set_listener(struct steps *s, void (*fn)(void *arg), void *arg)
+{
+    s->listener = fn;
+    s->listener_arg = arg;
+}
+
 void steps_take(struct steps_record *r, const struct step *step)
 {
     r->number = step->number;
@@ -36,6 +42,8 @@ void steps_add(struct steps *s, const struct steps_record *r)
     pthread_mutex_lock(&s->lock);
     s->records[s->n_added++ % STEPS_KEPT] = *r;
     pthread_mutex_unlock(&s->lock);
+    if (s->listener)
+        s->listener(s->listener_arg);
 }
 
 int64_t steps_end(struct steps *s)

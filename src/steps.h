@@ -35,6 +35,8 @@ struct steps {
     pthread_mutex_t lock; /* a leaf: nothing else is locked under it */
     struct steps_record records[STEPS_KEPT];
     int64_t n_added;
+    void (*listener)(void *arg); /* NULL: none */
+    void *listener_arg;
 };
 
 int steps_init(struct steps *s);
@@ -42,6 +44,9 @@ void steps_fini(struct steps *s);
 
 /* Fills r from a step whose requests are still there. */
 void steps_take(struct steps_record *r, const struct step *step);
+/* fn is called by the engine thread after each record; it must not block. Before the engine
+ * starts. */
+void steps_set_listener(struct steps *s, void (*fn)(void *arg), void *arg);
 /* Engine thread. */
 void steps_add(struct steps *s, const struct steps_record *r);
 

@@ -328,6 +328,51 @@ def test_priorities():
         check(order == ["urgent", "short", "long", "late"], f"priority, then short first: {order}")
 
 
+def events_of(c, n):
+    """The next n events of a stream; c.rest is used up."""
+    data = b""
+    while data.count(b"data: ") < n or not data.endswith(b"\r\n"):
+        got = c.rest or c.sock.recv(1 << 16)
+        c.rest = b""
+        if not got:
+            break
+        data += got
+    return data, [json.loads(line[6:]) for line in data.decode().splitlines()
+                  if line.startswith("data: ")]
+
+
+def test_steps():
+    with Daemon("--max-step-tokens", 64) as d:
+        d.prefill(prompt=[1, 2, 3], request_id="before")
+        early = d.conn()
+        early.send(request("GET", "/v1/steps"))
+        raw, seen = events_of(early, 1)
+        check(b"text/event-stream" in raw and len(seen) == 1 and seen[0]["step"] == 1
+              and seen[0]["pieces"] == [{"id": "before", "start": 0, "tokens": 3, "last": True}],
+              "a reader gets the latest steps at once", raw)
+        check(seen[0]["slots"][0] + seen[0]["slots"][1] == 16 and seen[0]["ms"] > 0,
+              "with times and pools", seen)
+        readers = [d.conn() for _ in range(20)]
+        for c in readers:
+            c.send(request("GET", "/v1/steps"))
+            events_of(c, 1)
+        for c in readers[:10]:
+            c.close()
+        d.prefill(prompt=[5] * 100, request_id="after")
+        seen = events_of(early, 2)[1]
+        check([(e["step"], [(p["start"], p["tokens"], p["last"]) for p in e["pieces"]])
+               for e in seen] == [(2, [(0, 64, False)]), (3, [(64, 36, True)])],
+              "and each step as it ends", seen)
+        check(until(lambda: d.metrics()["prefilld_connections"] == 12), "who left is let go")
+        check(d.ask("GET", "/").headers["content-type"].startswith("text/html"), "the live page")
+        d.signal(signal.SIGTERM)
+        check(d.wait() == 0 and "event=drained" in d.log_text(), "readers do not hold up a drain")
+        raw = b""
+        while got := early.sock.recv(1 << 16):
+            raw += got
+        check(raw.endswith(b"0\r\n\r\n"), "a stream ends whole", raw)
+
+
 def main():
     with tempfile.TemporaryDirectory() as tmp:
         test_start(tmp)
@@ -337,6 +382,7 @@ def main():
         test_framing()
         test_limits(tmp)
         test_priorities()
+        test_steps()
     done()
 
 
