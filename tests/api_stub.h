@@ -151,6 +151,7 @@ static inline struct server *server_start(const char *key_file)
                           .vocab = VOCAB,
                           .max_prompt_tokens = MAX_TOKENS,
                           .page_tokens = 64,
+                          .samples = true,
                           .started_unix_s = 1};
     struct http_config c = {.listen = any,
                             .n_listen = 1,

@@ -184,6 +184,32 @@ static void test_refusals(void)
     server_stop(s);
 }
 
+/* A backend that gives its best candidates alone: what needs more is refused by name. */
+static void test_best_only(void)
+{
+    static const struct {
+        const char *fields, *says;
+    } cases[] = {
+        {"\"max_tokens\":2", "temperature: backend stub"},
+        {"\"max_tokens\":2,\"temperature\":0,\"frequency_penalty\":1", "frequency_penalty: "},
+        {"\"max_tokens\":2,\"temperature\":0,\"logit_bias\":{\"5\":1}", "logit_bias: "},
+        {"\"max_tokens\":2,\"temperature\":0", NULL},
+        {"\"max_tokens\":0,\"echo\":true,\"logprobs\":1", NULL}};
+    struct server *s = server_start(NULL);
+    s->api.samples = false;
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        char body[256];
+        snprintf(body, sizeof(body), "{\"prompt\":[1,2],%s}", cases[i].fields);
+        struct answer a = complete(s, body);
+        if (cases[i].says)
+            CHECK(a.status == 400 && strstr(a.body, cases[i].says), "%s: %s", body, a.body);
+        else
+            CHECK(a.status == 200, "%s: %d %s", body, a.status, a.body);
+        answer_free(&a);
+    }
+    server_stop(s);
+}
+
 /* All or none. */
 static void test_full(void)
 {
@@ -564,6 +590,7 @@ int main(void)
     test_shapes();
     test_stop();
     test_refusals();
+    test_best_only();
     test_full();
     test_ends();
     test_others();
