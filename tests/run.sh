@@ -10,7 +10,7 @@ cd "$root" || exit 1
 
 packages='build-essential autoconf automake pkgconf libmicrohttpd-dev libjansson-dev libpcre2-dev
     libutf8proc-dev libcriterion-dev python3'
-checkers='clang-format mandoc haproxy systemd' # without them their tests are skipped in words
+checkers='clang-format mandoc haproxy systemd debootstrap' # without them their tests are skipped in words
 jobs=$(nproc)
 logs=$root/build/logs
 # No make check takes minutes; a test that hangs is ended here.
@@ -164,6 +164,17 @@ check_tarball() {
     [ ! -s missing.files ] || { echo "make dist leaves out:" && cat missing.files && return 1; }
 }
 
+# The installed service under a systemd that is PID 1, in a Debian made for it.
+check_systemd() {
+    stage "plain: systemd as PID 1" . timeout --foreground -k 10 $hang_s \
+        env SRCDIR=. BUILDDIR=build/plain python3 tests/pid1.py || return
+    if grep -q 'a real systemd as PID 1 # SKIP' "$log"; then
+        passed=$((passed - 1))
+        skipped=$((skipped + 1))
+        sed -n 's/.*# SKIP/    skipped:/p' "$log"
+    fi
+}
+
 # The plain build compiles the kernels, for both kinds of card, where there is nvcc.
 note_kernels() {
     grep -q 'HAVE_CUDA 1' build/plain/config.h 2>/dev/null && return
@@ -201,6 +212,7 @@ if stage "autoreconf" . autoreconf -i; then
     build_and_check plain CFLAGS='-O2 -g -Werror'
     if [ -x build/plain/prefilld ]; then
         stage "plain: install" build/plain check_install
+        check_systemd
         # The tarball has all that it needs: it is unpacked, built and tested elsewhere.
         stage "plain: distcheck" build/plain timeout --foreground -k 10 $hang_s make -j"$jobs" distcheck &&
             stage "plain: tarball" build/plain check_tarball
