@@ -284,7 +284,7 @@ struct k_row_result {
     int32_t top_id[K_TOP_MAX];
     float top_logprob[K_TOP_MAX];
     int32_t n_bad;
-    int32_t sampled_id; /* -1: this body samples nothing */
+    int32_t sampled_id; /* k_head_reduce: -1; k_sample: the token */
     float sampled_logprob;
 };
 
@@ -313,6 +313,33 @@ struct k_head_reduce {
     struct k_row_result *out; /* [n_rows] */
 };
 cudaError_t k_head_reduce(const struct k_head_reduce *a, cudaStream_t stream);
+
+/* struct row_adjust and struct row_sample of backend.h, with the adjustments in one array. */
+struct k_adjust {
+    int32_t id;
+    float scale, add;
+};
+struct k_sample_row {
+    int32_t row; /* of the step's rows */
+    float inv_temperature;
+    int32_t top_k;
+    float top_p, min_p, u;
+    int32_t n_adjust, adjust0;
+};
+
+/* A token for each sample whose row is among these, after k_head_reduce of the same rows: sampled_id
+ * and sampled_logprob of out. Changes the logits of those rows, and add of their adjustments. A
+ * row's token does not depend on the others. */
+struct k_sample {
+    int32_t n_samples;
+    int32_t row0, n_rows; /* the step's rows that logits and out hold */
+    int32_t vocab, ld;
+    float *logits;                      /* [n_rows, ld] */
+    const struct k_sample_row *samples; /* [n_samples] */
+    struct k_adjust *adjust;
+    struct k_row_result *out; /* [n_rows] */
+};
+cudaError_t k_sample(const struct k_sample *a, cudaStream_t stream);
 
 /* Every byte 0xff: NaN as f32 and bf16, -1 as int32. */
 cudaError_t k_fill_nan(void *p, size_t bytes, cudaStream_t stream);

@@ -182,12 +182,35 @@ static int check_backend(const struct api *a, const struct completion *c, struct
     return 0;
 }
 
+/* Every token that a penalty or a bias touches is an adjustment of the logits. */
+static int check_adjustments(const struct api *a, const struct completion *c,
+                             struct json_error *e)
+{
+    const struct sampling *s = &c->choosing.sampling;
+    bool repeats = s->repetition_penalty != 1;
+    bool counts = repeats || s->presence_penalty != 0 || s->frequency_penalty != 0;
+    for (int32_t i = 0; i < c->n_prompts && a->max_adjust > 0 && c->max_new > 0; i++) {
+        int64_t n = (int64_t)c->choosing.n_bias + s->n_stop + (counts ? c->max_new : 0) +
+                    (repeats ? c->prompts[i].n_ids : 0);
+        if (n > a->max_adjust)
+            return json_fail(e, ERR_UNSUPPORTED, repeats ? "repetition_penalty" : "max_tokens",
+                             "%s: on backend %s the biased, the generated and, with "
+                             "repetition_penalty, the prompt's tokens may be %d together; "
+                             "found up to %lld",
+                             repeats ? "repetition_penalty" : "max_tokens", a->backend_name,
+                             a->max_adjust, (long long)n);
+    }
+    return 0;
+}
+
 /* Are the tokens to generate within what a request may hold? The last one is never computed, so
  * it takes no room. */
 int completion_check_lengths(const struct api *a, const struct completion *c,
                              const char *max_field, struct json_error *e)
 {
     int rc = check_backend(a, c, e);
+    if (rc == 0)
+        rc = check_adjustments(a, c, e);
     if (rc != 0)
         return rc;
     for (int32_t i = 0; i < c->n_prompts && c->max_new > 0; i++)

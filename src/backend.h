@@ -82,6 +82,9 @@ struct row_adjust {
     float scale, add;
 };
 
+/* Of all samples of a step, adjustments. */
+enum { SAMPLE_MAX_ADJUST = 1 << 18 };
+
 /* One token to sample from a row's logits: adjusted, times inv_temperature, cut to the top_k
  * largest, of those to what is at least min_p times the largest probability, of those to the
  * largest that sum to top_p; then the first, in order of ids, at which the sum of probabilities
@@ -337,8 +340,9 @@ struct step_times {
 };
 
 struct backend_ops {
-    const char *name; /* "cpu", "cuda" */
-    bool samples;     /* batch.samples are honoured */
+    const char *name;   /* "cpu", "cuda" */
+    bool samples;       /* batch.samples are honoured */
+    int32_t max_adjust; /* adjustments in all samples of a step; 0: any number */
 
     /* Opens the device: threads (0: all) for the CPU, device index for CUDA. Fills *b. */
     int (*open)(struct backend *b, int32_t device_or_threads, struct errmsg *e);

@@ -81,6 +81,13 @@ struct cuda_block {
     void *p, *raw;
 };
 
+/* A step's samples, on the device. */
+struct cuda_samples {
+    int32_t n;
+    const struct k_sample_row *rows;
+    struct k_adjust *adjust;
+};
+
 struct cuda_impl {
     int32_t device;
     struct k_device dev;
@@ -90,6 +97,7 @@ struct cuda_impl {
     bool has_workspace;
     int32_t page_tokens; /* of the KV pools; 0: none made yet */
     struct cuda_step ring[CUDA_STEPS];
+    struct cuda_samples samples[CUDA_STEPS]; /* of the same steps */
     int32_t i_oldest, n_flights;
     cudaEvent_t ends[CUDA_ENDS]; /* of the latest steps' work */
     int32_t i_end;

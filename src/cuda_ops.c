@@ -282,6 +282,17 @@ void cuda_head(struct backend *b, const struct op_head *a)
                                        .row_top = a->b->row_top + r,
                                        .out = (struct k_row_result *)a->out + r};
         cuda_note(b, "head_reduce", k_head_reduce(&reduce, impl->stream));
+        const struct cuda_samples *samples = &impl->samples[newest - impl->ring];
+        struct k_sample sample = {.n_samples = samples->n,
+                                  .row0 = r,
+                                  .n_rows = n,
+                                  .vocab = a->w->rows,
+                                  .ld = ld,
+                                  .logits = logits,
+                                  .samples = samples->rows,
+                                  .adjust = samples->adjust,
+                                  .out = (struct k_row_result *)a->out + r};
+        cuda_note(b, "sample", k_sample(&sample, impl->stream));
     }
     cuda_mark(b, "head");
 }

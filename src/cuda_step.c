@@ -24,12 +24,18 @@ static size_t max_chunks(const struct backend_limits *l)
     return (size_t)l->max_tokens / CHUNK_TOKENS + (size_t)l->max_seqs;
 }
 
+static size_t words(size_t bytes)
+{
+    return bytes / sizeof(int32_t);
+}
+
 /* Metadata of the largest step. */
 static size_t meta_bytes(const struct backend_limits *l)
 {
     size_t T = (size_t)l->max_tokens, N = (size_t)l->max_seqs, R = (size_t)l->max_rows;
     return 2 * ints(T) + ints(N + 1) + 2 * ints(N) + ints(N * (size_t)l->max_pages) +
-           3 * ints(R);
+           3 * ints(R) + ints(N * words(sizeof(struct k_sample_row))) +
+           ints(SAMPLE_MAX_ADJUST * words(sizeof(struct k_adjust)));
 }
 
 /* The chunk map behind it: seq, index, tok, first chunks, order. */
@@ -188,7 +194,42 @@ static int32_t pack_pages(const struct cuda_impl *impl, const struct cuda_step *
     return most;
 }
 
-static size_t pack_step(const struct cuda_impl *impl, const struct cuda_step *s,
+/* The samples with their adjustments in one array behind them. */
+static void pack_samples(const struct cuda_step *s, size_t *at, const struct batch_host *h,
+                         struct cuda_samples *out)
+{
+    struct k_sample_row *rows = (struct k_sample_row *)(void *)(s->host + *at);
+    *out = (struct cuda_samples){.n = h->n_samples, .rows = (const void *)(s->dev + *at)};
+    *at += ints((size_t)h->n_samples * words(sizeof(*rows)));
+    struct k_adjust *adjust = (struct k_adjust *)(void *)(s->host + *at);
+    out->adjust = (struct k_adjust *)(void *)(s->dev + *at);
+    int32_t n = 0;
+    for (int32_t i = 0; i < h->n_samples; i++) {
+        const struct row_sample *q = &h->samples[i];
+        rows[i] = (struct k_sample_row){.row = q->row,
+                                        .inv_temperature = q->inv_temperature,
+                                        .top_k = q->top_k,
+                                        .top_p = q->top_p,
+                                        .min_p = q->min_p,
+                                        .u = q->u,
+                                        .n_adjust = q->n_adjust,
+                                        .adjust0 = n};
+        for (int32_t k = 0; k < q->n_adjust; k++)
+            adjust[n++] =
+                (struct k_adjust){q->adjust[k].id, q->adjust[k].scale, q->adjust[k].add};
+    }
+    *at += ints((size_t)n * words(sizeof(*adjust)));
+}
+
+static bool samples_fit(const struct batch_host *h, const struct backend_limits *l)
+{
+    int64_t n = 0;
+    for (int32_t i = 0; i < h->n_samples; i++)
+        n += h->samples[i].n_adjust;
+    return h->n_samples <= l->max_seqs && n <= SAMPLE_MAX_ADJUST;
+}
+
+static size_t pack_step(struct cuda_impl *impl, const struct cuda_step *s,
                         const struct batch_host *h, struct batch *out)
 {
     size_t at = 0, T = (size_t)h->n_tokens, N = (size_t)h->n_seqs, R = (size_t)h->n_rows;
@@ -205,6 +246,7 @@ static size_t pack_step(const struct cuda_impl *impl, const struct cuda_step *s,
     out->rows = pack(s, &at, h->rows, R);
     out->targets = pack(s, &at, h->targets, R);
     out->row_top = pack(s, &at, h->row_top, R);
+    pack_samples(s, &at, h, &impl->samples[s - impl->ring]);
     out->page_table = (const int32_t *)(s->dev + at);
     if (h->page_table)
         out->max_pages = pack_pages(impl, s, &at, h);
@@ -267,7 +309,8 @@ int cuda_step_begin(struct backend *b, const struct batch_host *h, struct batch 
     if (impl->n_flights == CUDA_STEPS)
         return ERR_FULL;
     if (h->n_tokens > l->max_tokens || h->n_seqs > l->max_seqs || h->n_rows > l->max_rows ||
-        h->max_pages > l->max_pages || (size_t)h->n_chunks > max_chunks(l))
+        h->max_pages > l->max_pages || (size_t)h->n_chunks > max_chunks(l) ||
+        !samples_fit(h, l))
         return ERR_TOO_LARGE;
     /* The engine's thread is not the one that opened the device. */
     cudaSetDevice(impl->device);

@@ -207,6 +207,24 @@ static void test_best_only(void)
             CHECK(a.status == 200, "%s: %d %s", body, a.status, a.body);
         answer_free(&a);
     }
+    s->api.samples = true;
+    s->api.max_adjust = 20;
+    static const struct {
+        const char *fields;
+        int status;
+    } limits[] = {{"\"max_tokens\":18,\"repetition_penalty\":1.5", 200},
+                  {"\"max_tokens\":19,\"repetition_penalty\":1.5", 400},
+                  {"\"max_tokens\":20,\"presence_penalty\":1", 200},
+                  {"\"max_tokens\":21,\"presence_penalty\":1", 400},
+                  {"\"max_tokens\":50", 200}};
+    for (size_t i = 0; i < sizeof(limits) / sizeof(limits[0]); i++) {
+        char body[256];
+        snprintf(body, sizeof(body), "{\"prompt\":[1,2],\"ignore_eos\":true,%s}",
+                 limits[i].fields);
+        struct answer a = complete(s, body);
+        CHECK(a.status == limits[i].status, "%s: %d %s", body, a.status, a.body);
+        answer_free(&a);
+    }
     server_stop(s);
 }
 

@@ -25,9 +25,10 @@ step test_gdn ./test_gdn
 step test_attn ./test_attn
 step test_moe ./test_moe
 step test_head ./test_head
+step test_sample ./test_sample
 if command -v compute-sanitizer >/dev/null 2>&1; then
     for tool in memcheck racecheck initcheck synccheck; do
-        for t in test_ops test_gdn test_attn test_moe test_head; do
+        for t in test_ops test_gdn test_attn test_moe test_head test_sample; do
             step "$tool-$t" compute-sanitizer --tool $tool --error-exitcode 9 ./$t small
         done
     done
