@@ -182,6 +182,31 @@ static int check_backend(const struct api *a, const struct completion *c, struct
     return 0;
 }
 
+static bool wants_prompt_rows(const struct completion *c)
+{
+    return (c->echo && c->n_top >= 0) || c->n_prompt_top >= 0;
+}
+
+/* What is left for it when max_tokens was not said. */
+static int32_t max_new_of(const struct api *a, const struct completion *c,
+                          const struct prompt *p)
+{
+    if (c->max_new >= 0)
+        return c->max_new;
+    int32_t room = a->max_prompt_tokens - p->n_ids + 1;
+    return room < c->default_new ? room : c->default_new;
+}
+
+/* Numbers in the answer to p: for each row that is asked for its own and its candidates. */
+static int64_t n_numbers_of(const struct api *a, const struct completion *c,
+                            const struct prompt *p)
+{
+    int32_t n_top = c->n_top > c->n_prompt_top ? c->n_top : c->n_prompt_top;
+    int64_t n_rows = wants_prompt_rows(c) ? p->n_ids : 0;
+    n_rows += c->n_top >= 0 ? max_new_of(a, c, p) : 0;
+    return n_rows * (n_top + 1) * c->n;
+}
+
 /* Every token that a penalty or a bias touches is an adjustment of the logits. */
 static int check_adjustments(const struct api *a, const struct completion *c,
                              struct json_error *e)
@@ -189,10 +214,11 @@ static int check_adjustments(const struct api *a, const struct completion *c,
     const struct sampling *s = &c->choosing.sampling;
     bool repeats = s->repetition_penalty != 1;
     bool counts = repeats || s->presence_penalty != 0 || s->frequency_penalty != 0;
-    for (int32_t i = 0; i < c->n_prompts && a->max_adjust > 0 && c->max_new > 0; i++) {
-        int64_t n = (int64_t)c->choosing.n_bias + s->n_stop + (counts ? c->max_new : 0) +
+    for (int32_t i = 0; i < c->n_prompts && a->max_adjust > 0; i++) {
+        int32_t max_new = max_new_of(a, c, &c->prompts[i]);
+        int64_t n = (int64_t)c->choosing.n_bias + s->n_stop + (counts ? max_new : 0) +
                     (repeats ? c->prompts[i].n_ids : 0);
-        if (n > a->max_adjust)
+        if (max_new > 0 && n > a->max_adjust)
             return json_fail(e, ERR_UNSUPPORTED, repeats ? "repetition_penalty" : "max_tokens",
                              "%s: on backend %s the biased, the generated and, with "
                              "repetition_penalty, the prompt's tokens may be %d together; "
@@ -224,7 +250,14 @@ int completion_check_lengths(const struct api *a, const struct completion *c,
         return json_fail(e, ERR_INVALID, "min_tokens",
                          "min_tokens is %d; at most %s, which is %d, is accepted",
                          c->choosing.sampling.min_new, max_field, c->max_new);
-    int64_t n_all = (int64_t)c->n_prompts * c->n;
+    int64_t n_all = (int64_t)c->n_prompts * c->n, n_numbers = 0;
+    for (int32_t i = 0; i < c->n_prompts; i++)
+        n_numbers += n_numbers_of(a, c, &c->prompts[i]);
+    if (n_numbers > GROUP_MAX_NUMBERS)
+        return json_fail(e, ERR_INVALID, "logprobs",
+                         "the answer has %lld numbers, of all tokens and their candidates; at "
+                         "most %d in one call are accepted",
+                         (long long)n_numbers, GROUP_MAX_NUMBERS);
     if (n_all > queue_max_waiting(a->queue))
         return json_fail(e, ERR_INVALID, "n",
                          "n times the number of prompts is %lld; at most %d, which is "
@@ -278,21 +311,6 @@ static void release(struct group *g)
     free(c);
 }
 
-static bool wants_prompt_rows(const struct completion *c)
-{
-    return (c->echo && c->n_top >= 0) || c->n_prompt_top >= 0;
-}
-
-/* What is left for it when max_tokens was not said. */
-static int32_t max_new_of(const struct api *a, const struct completion *c,
-                          const struct prompt *p)
-{
-    if (c->max_new >= 0)
-        return c->max_new;
-    int32_t room = a->max_prompt_tokens - p->n_ids + 1;
-    return room < c->default_new ? room : c->default_new;
-}
-
 static int copy_prompt(struct prompt *out, const struct prompt *p)
 {
     out->n_ids = p->n_ids;
@@ -317,6 +335,7 @@ static int add_choice(struct completion *c, struct prompt *p, int32_t i)
         group_add(g, &ids, mode, n_top > 0 ? n_top : 0, max_new > 0 ? &c->choosing : NULL,
                   max_new, c->choosing.sampling.seed + (uint64_t)i) != 0)
         return ERR_NOMEM;
+    g->requests[g->n - 1]->logprobs_from = c->shown_from < p->n_ids ? c->shown_from : p->n_ids;
     choice_init(&c->choices[g->n - 1], g->api, &c->choosing, &g->members[g->n - 1], max_new);
     if (c->offsets)
         text_offsets_init(&c->offsets[g->n - 1], g->api->tokenizer,

@@ -12,6 +12,10 @@
 
 #include "api_fields.h"
 
+/* Numbers that one call may be answered with, some 25 bytes each in the answer and 8 before: a call
+ * of many prompts must not take all memory. A prompt of 262,144 tokens with 20 candidates fits. */
+enum { GROUP_MAX_NUMBERS = 8 << 20 };
+
 struct group;
 
 struct group_member {
@@ -48,7 +52,8 @@ int group_init(struct group *g, struct api *a, struct exchange *x, const struct 
 void group_fini(struct group *g);
 
 /* Adds a request for a prompt, whose ids it takes, also on failure. c NULL: nothing is generated;
- * else up to max_new tokens, as c says, from seed. Returns 0 or ERR_NOMEM. */
+ * else up to max_new tokens, as c says, from seed. Returns 0 or ERR_NOMEM. Of the request, which is
+ * g->requests[g->n - 1], logprobs_from may be set before the start. */
 int group_add(struct group *g, struct prompt *p, enum logprobs_mode mode, int32_t n_top,
               const struct choosing *c, int32_t max_new, uint64_t seed);
 

@@ -18,9 +18,10 @@ enum { MAX_CONTINUATIONS = 256 };
 
 struct scoring {
     struct group group;
-    int32_t n_top;    /* of the requests */
-    bool with_top;    /* in the answer of /v1/score */
-    int32_t *n_tails; /* [group.n]: tokens of each request's end that are scored */
+    int32_t n_top;     /* of the requests */
+    bool with_top;     /* in the answer of /v1/score */
+    int32_t *n_tails;  /* [group.n]: tokens of each request's end that are scored */
+    int64_t n_numbers; /* in the answer */
     int64_t created;
     /* Labels: */
     int32_t n_labels;  /* requests for each item, one a label; the first is the one */
@@ -61,8 +62,21 @@ static int add_pair(struct scoring *s, const struct prompt *head, const struct p
         return fail_memory(e);
     memcpy(p.ids, head->ids, (size_t)head->n_ids * sizeof(*p.ids));
     memcpy(p.ids + head->n_ids, tail->ids, (size_t)tail->n_ids * sizeof(*p.ids));
-    s->n_tails[s->group.n] = tail->n_ids;
-    return group_add(&s->group, &p, LOGPROBS_ALL, s->n_top, NULL, 0, 0) ? fail_memory(e) : 0;
+    s->n_numbers += (int64_t)tail->n_ids * (s->n_top + 1);
+    if (s->n_numbers > GROUP_MAX_NUMBERS) {
+        free(p.ids);
+        return json_fail(e, ERR_INVALID, field,
+                         "%s: the answer has more than %d numbers, of all tokens and their "
+                         "candidates; so many are accepted in one call",
+                         field, GROUP_MAX_NUMBERS);
+    }
+    int32_t n_head = head->n_ids, i = s->group.n;
+    s->n_tails[i] = tail->n_ids;
+    if (group_add(&s->group, &p, LOGPROBS_ALL, s->n_top, NULL, 0, 0) != 0)
+        return fail_memory(e);
+    /* The head of the model is not computed for the context. */
+    s->group.requests[i]->logprobs_from = n_head;
+    return 0;
 }
 
 /* Room for n requests; says when there are more than the queue ever takes. */

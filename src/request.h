@@ -54,8 +54,9 @@ struct request {
     int32_t n_prompt;
     struct sampling *sampling; /* NULL: nothing is generated; owned, with its bias */
     enum logprobs_mode logprobs;
-    int32_t n_top;      /* candidates wanted, 0..TOP_MAX */
-    int64_t arrival_us; /* monotonic */
+    int32_t logprobs_from; /* with LOGPROBS_ALL: rows before this one are left out, as 0 */
+    int32_t n_top;         /* candidates wanted, 0..TOP_MAX */
+    int64_t arrival_us;    /* monotonic */
     /* Called once by the engine thread when the request has ended, after results are in place
      * and all pool memory was returned; must not block. */
     void (*done)(struct request *r, void *arg);

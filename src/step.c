@@ -100,7 +100,8 @@ void step_add(struct step *s, struct request *r, int32_t start, int32_t n_tokens
            (size_t)n_pages * sizeof(int32_t));
     int32_t end = start + n_tokens;
     if (r->logprobs == LOGPROBS_ALL) {
-        for (int32_t t = start; t < end && t + 1 < r->n_ids; t++)
+        int32_t first = r->logprobs_from - 1 > start ? r->logprobs_from - 1 : start;
+        for (int32_t t = first; t < end && t + 1 < r->n_ids; t++)
             step_add_row(s, t0 + t - start, r->ids[t + 1], r->n_top);
     }
     if (is_last && r->sampling && s->limits.samples && !sampler_is_plain(&r->sampler)) {
@@ -167,7 +168,8 @@ int32_t step_publish(const struct step *s, int32_t i_piece)
             continue;
         }
         /* The row of token t gives the logprob of token t + 1. */
-        size_t t = (size_t)p->start + (size_t)i + 1;
+        int32_t i_token = s->rows[p->row0 + i] - s->cu_seqlens[i_piece];
+        size_t t = (size_t)p->start + (size_t)i_token + 1;
         r->prompt_logprobs[t] = row->target_logprob;
         if (r->n_top > 0)
             step_copy_top(r->prompt_top + t * (size_t)r->n_top, row, r->n_top);

@@ -37,7 +37,8 @@ static void fill_answer(struct request *r)
     int32_t last = r->ids[r->n_prompt - 1];
     r->next_top[0] = (struct top_entry){last, -0.25f};
     r->next_top[1] = (struct top_entry){last + 1, -2.5f};
-    for (int32_t t = 1; r->prompt_logprobs && t < r->n_prompt; t++)
+    for (int32_t t = r->logprobs_from > 1 ? r->logprobs_from : 1;
+         r->prompt_logprobs && t < r->n_prompt; t++)
         r->prompt_logprobs[t] = -0.5f * (float)t;
     for (int32_t t = 1; r->prompt_top && t < r->n_prompt; t++)
         for (int32_t i = 0; i < r->n_top; i++)

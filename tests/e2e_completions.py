@@ -96,6 +96,31 @@ def generating(d):
     check(a.json()["usage"]["completion_tokens"] == 3, "nulls are absences", a)
 
 
+def sampling(d):
+    """How a token is chosen, as far as it shows from outside."""
+    def texts(**fields):
+        return [c["text"] for c in complete(d, max_tokens=12, **fields).json()["choices"]]
+
+    alone = texts(prompt="And God said", n=3, seed=7)
+    check(len(set(alone)) == 3, "three choices from one seed differ", alone)
+    check(alone == texts(prompt=["And God said", TEXT[:300]], n=3, seed=7)[:3],
+          "a seed gives the same text in other company")
+    check(alone[:1] == texts(prompt="And God said", seed=7), "and for one choice")
+    check(alone[0] not in texts(prompt="And God said", n=8, seed=8), "another seed, another text")
+    greedy = texts(prompt="And God said", temperature=0)
+    check(greedy == texts(prompt="And God said", top_k=1, seed=1) ==
+          texts(prompt="And God said", top_p=1e-6, seed=2) ==
+          texts(prompt="And God said", min_p=1, seed=3), "one candidate is the best one", greedy)
+    forced = complete(d, prompt="And God said", max_tokens=3, temperature=0,
+                      logit_bias={"5": 100}, return_token_ids=True).json()["choices"][0]
+    check(forced["token_ids"] == [5, 5, 5], "a bias decides", forced)
+    numbers = complete(d, prompt="And God said", max_tokens=3, temperature=0, logprobs=1,
+                       logit_bias={"5": 100}).json()["choices"][0]["logprobs"]
+    p = d.prefill(prompt="And God said", top_logprobs=1).json()["next"]
+    check(p["token"] in numbers["top_logprobs"][0] and numbers["token_logprobs"][0] < p["logprob"],
+          "numbers are the model's, before the bias", numbers)
+
+
 def groups(d):
     """A body of many prompts is one call: taken whole, refused whole, and let go whole."""
     a = complete(d, prompt=[[5, 6, 7]] * 100, max_tokens=1, temperature=0)
@@ -110,6 +135,8 @@ def groups(d):
           "a hang-up ends all of them")
     a = complete(d, prompt=[[5]] * 2000)
     check(a.status == 400 and "queue-length" in a.error()["message"], "more than the queue", a)
+    a = complete(d, prompt=[[5] * 1000] * 400, echo=True, logprobs=20, max_tokens=1)
+    check(a.status == 400 and "8388608 in one call" in a.error()["message"], "too many numbers", a)
 
 
 def events(d, **fields):
@@ -244,6 +271,7 @@ def others(d):
 with Daemon() as daemon:
     scoring(daemon)
     generating(daemon)
+    sampling(daemon)
     groups(daemon)
     streams(daemon)
     others(daemon)

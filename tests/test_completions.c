@@ -134,6 +134,7 @@ static const struct {
     {"\"prompt\":[[1],[1],[1],[1],[1],[1],[1],[1],[1]]", "prompt has 9 prompts; at most 8"},
     {"\"prompt\":[1],\"n\":9", "n times the number of prompts is 9; at most 8"},
     {"\"prompt\":[1],\"n\":0", "from 1 to 128"},
+    {"\"prompt\":[1],\"n\":-1", "n is out of range"},
     {"\"prompt\":[1],\"best_of\":2", "best_of is another number than n"},
     {"\"prompt\":[1],\"max_tokens\":-1", "max_tokens is out of range"},
     {"\"prompt\":[1],\"max_tokens\":101", "together at most 101"},
