@@ -1,3 +1,4 @@
+#define _GNU_SOURCE /* memmem */
 /* POST /v1/chat/completions: messages become a ChatML prompt, as the templates of the Qwen3-Next
  * and Qwen3.5 models write it without tools; the rest is a completion. */
 #include <stdio.h>
@@ -60,17 +61,20 @@ static const char *const unserved[] = {"tools",
                                        "logprob_token_ids",
                                        NULL};
 
-/* What the model's template opens an answer with, read from the text of the template, which no
- * interpreter runs here. */
-struct opening {
+/* What the model's template does that ChatML alone does not, read from its text, which no
+ * interpreter runs here: what it opens an answer with, and what it cuts from messages. */
+struct template
+{
     bool thinks;     /* when not told otherwise */
     bool has_switch; /* enable_thinking is known to it */
     bool opens;      /* "<think>" is part of the prompt when it thinks */
+    bool trims;      /* blanks around a message are dropped */
+    bool forgets;    /* what was thought in earlier answers is dropped */
 };
 
-static struct opening opening_of(const struct api *a)
+static struct template read_template(const struct api *a)
 {
-    struct opening o = {0};
+    struct template o = {0};
     const char *text = tokenizer_get_info(a->tokenizer)->chat_template, *next, *end = NULL;
     for (next = text; next && (next = strstr(next, "add_generation_prompt")); next++)
         end = next;
@@ -81,6 +85,8 @@ static struct opening opening_of(const struct api *a)
     o.has_switch = known != NULL;
     o.thinks = known ? !strstr(known, "enable_thinking is true") : think != NULL;
     o.opens = think && (!known || strstr(think + 1, "<think>"));
+    o.trims = strstr(text, "render_content(message.content, true)|trim") != NULL;
+    o.forgets = strstr(text, "split('</think>')") != NULL;
     return o;
 }
 
@@ -120,9 +126,33 @@ static bool is_role(const char *role)
                     strcmp(role, "assistant") == 0);
 }
 
-/* is_open: the message is the start of the answer, and its end is left out. */
-static int add_message(struct buf *b, const json_t *m, size_t i, bool is_open,
-                       struct json_error *e)
+static bool is_blank(char c)
+{
+    return c == ' ' || (c >= '\t' && c <= '\r');
+}
+
+/* The content as the template shows it. */
+static void add_shown(struct buf *b, const struct template *o, const struct buf *content,
+                      bool is_answer)
+{
+    static const char mark[] = "</think>";
+    const char *p = content->data, *end = p + content->len, *at;
+    if (!p)
+        return;
+    while (is_answer && o->forgets &&
+           (at = memmem(p, (size_t)(end - p), mark, sizeof(mark) - 1)) != NULL)
+        for (p = at + sizeof(mark) - 1; p < end && *p == '\n';)
+            p++;
+    while (o->trims && p < end && is_blank(*p))
+        p++;
+    while (o->trims && p < end && is_blank(end[-1]))
+        end--;
+    buf_add(b, p, (size_t)(end - p));
+}
+
+/* is_open: the message is the start of the answer: shown as it is, and its end is left out. */
+static int add_message(struct buf *b, const struct template *o, const json_t *m, size_t i,
+                       bool is_open, struct json_error *e)
 {
     const char *role = json_string_value(json_object_get(m, "role"));
     if (role && strcmp(role, "developer") == 0)
@@ -132,18 +162,25 @@ static int add_message(struct buf *b, const json_t *m, size_t i, bool is_open,
                             "is no object with a role of system, developer, user or assistant");
     if (json_array_size(json_object_get(m, "tool_calls")) > 0)
         return fail_message(e, i, "has tool_calls; tools are not served by this version");
+    struct buf content;
+    buf_init(&content);
+    int rc = add_content(&content, json_object_get(m, "content"), i, e);
     buf_printf(b, "<|im_start|>%s\n", role);
-    int rc = add_content(b, json_object_get(m, "content"), i, e);
+    if (is_open)
+        buf_add(b, content.data, content.len);
+    else
+        add_shown(b, o, &content, strcmp(role, "assistant") == 0);
     if (!is_open)
         buf_adds(b, "<|im_end|>\n");
+    b->failed |= content.failed;
+    buf_fini(&content);
     return rc;
 }
 
-static int read_thinking(const struct api *a, const json_t *root, bool *thinks,
-                         struct opening *o, struct json_error *e)
+static int read_thinking(const json_t *root, bool *thinks, const struct template *o,
+                         struct json_error *e)
 {
     const json_t *v = json_object_get(root, "chat_template_kwargs");
-    *o = opening_of(a);
     *thinks = o->thinks;
     if (!v || json_is_null(v))
         return 0;
@@ -158,7 +195,7 @@ static int write_prompt(const struct api *a, const json_t *root, struct buf *b,
 {
     const json_t *messages = json_object_get(root, "messages");
     bool opens = true, goes_on = false, thinks;
-    struct opening o;
+    const struct template o = read_template(a);
     size_t n = json_array_size(messages);
     if (n == 0)
         return json_fail(e, ERR_INVALID, "messages",
@@ -175,9 +212,9 @@ static int write_prompt(const struct api *a, const json_t *root, struct buf *b,
                        "continue_final_message and add_generation_prompt are both true; one "
                        "of them is accepted");
     if (rc == 0)
-        rc = read_thinking(a, root, &thinks, &o, e);
+        rc = read_thinking(root, &thinks, &o, e);
     for (size_t i = 0; i < n && rc == 0; i++)
-        rc = add_message(b, json_array_get(messages, i), i, goes_on && i == n - 1, e);
+        rc = add_message(b, &o, json_array_get(messages, i), i, goes_on && i == n - 1, e);
     if (rc != 0 || !opens)
         return rc;
     buf_adds(b, "<|im_start|>assistant\n");

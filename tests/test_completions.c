@@ -404,6 +404,92 @@ static void test_others(void)
     server_stop(s);
 }
 
+/* The prompt of a chat, as text, with a template beside the tokenizer. */
+static void chats(struct server *s, const char *template, const char *more, const char *want)
+{
+    char dir[] = "/tmp/prefilld-chat-XXXXXX", from[512], path[512], body[512];
+    const char *src = getenv("SRCDIR");
+    struct errmsg e;
+    struct buf ids;
+    char *here = realpath(src ? src : ".", NULL);
+    snprintf(from, sizeof(from), "%s/tests/models/demo/tokenizer.json", here);
+    free(here);
+    if (!mkdtemp(dir))
+        return;
+    snprintf(path, sizeof(path), "%s/chat_template.jinja", dir);
+    FILE *f = fopen(path, "w");
+    fputs(template, f);
+    fclose(f);
+    snprintf(path, sizeof(path), "%s/tokenizer.json", dir);
+    struct tokenizer *t = NULL;
+    const struct tokenizer *before = s->api.tokenizer;
+    CHECK(symlink(from, path) == 0 && tokenizer_load(path, &t, &e) == 0, "a template");
+    s->api.tokenizer = t; /* nothing runs now */
+    snprintf(
+        body, sizeof(body),
+        "{\"messages\":[{\"role\":\"user\",\"content\":\" And \"},{\"role\":\"assistant\","
+        "\"content\":\"<think>x</think>\\n\\nGod\"},{\"role\":\"user\",\"content\":\"he\"}],"
+        "\"max_tokens\":1,\"return_token_ids\":true%s}",
+        more);
+    struct answer a = ask(s, "POST", "/v1/chat/completions", body);
+    const char *p = a.body ? strstr(a.body, "\"prompt_token_ids\": [") : NULL;
+    buf_init(&ids);
+    for (p = p ? p + 21 : ""; *p == ' ' || *p == ',' || (*p >= '0' && *p <= '9');) {
+        int32_t id = (int32_t)strtol(p + (*p == ','), (char **)&p, 10);
+        buf_add(&ids, &id, sizeof(id));
+    }
+    struct buf text;
+    buf_init(&text);
+    tokenizer_decode(t, (int32_t *)(void *)ids.data, ids.len / sizeof(int32_t), false, &text);
+    CHECK(buf_cstr(&text) && strcmp(text.data, want) == 0, "%s %s: %s", template, more,
+          text.data);
+    answer_free(&a);
+    buf_fini(&ids);
+    buf_fini(&text);
+    s->api.tokenizer = before;
+    tokenizer_free(t);
+    unlink(path);
+    snprintf(path, sizeof(path), "%s/chat_template.jinja", dir);
+    unlink(path);
+    rmdir(dir);
+}
+
+/* The ends of the templates of Qwen3-Next-Instruct, of a large and of a small Qwen3.5. */
+static void test_templates(void)
+{
+    static const char off[] = ",\"chat_template_kwargs\":{\"enable_thinking\":false}";
+    static const char on[] = ",\"chat_template_kwargs\":{\"enable_thinking\":true}";
+    static const char plain[] =
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}";
+    static const char large[] =
+        "{%- set content = render_content(message.content, true)|trim "
+        "%}content.split('</think>')"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- if "
+        "enable_thinking is "
+        "defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- else %}"
+        "{{- '<think>\\n' }}";
+    static const char small[] =
+        "{%- set content = render_content(message.content, true)|trim "
+        "%}content.split('</think>')"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- if "
+        "enable_thinking is "
+        "defined and enable_thinking is true %}{{- '<think>\\n' }}{%- else %}"
+        "{{- '<think>\\n\\n</think>\\n\\n' }}";
+#define CUT                                                                                    \
+    "<|im_start|>user\nAnd<|im_end|>\n<|im_start|>assistant\nGod<|im_end|>\n<|im_start|>"      \
+    "user\nhe"                                                                                 \
+    "<|im_end|>\n<|im_start|>assistant\n"
+    struct server *s = server_start(NULL);
+    chats(s, plain, "",
+          "<|im_start|>user\n And <|im_end|>\n<|im_start|>assistant\n<think>x</think>\n\nGod"
+          "<|im_end|>\n<|im_start|>user\nhe<|im_end|>\n<|im_start|>assistant\n");
+    chats(s, large, "", CUT "<think>\n");
+    chats(s, large, off, CUT "<think>\n\n</think>\n\n");
+    chats(s, small, "", CUT "<think>\n\n</think>\n\n");
+    chats(s, small, on, CUT "<think>\n");
+    server_stop(s);
+}
+
 /* ---- streams ---- */
 
 static int ask_stream(struct server *s, const char *body)
@@ -613,6 +699,7 @@ int main(void)
     test_full();
     test_ends();
     test_others();
+    test_templates();
     test_stream();
     test_stream_fails();
     test_stream_hangup();
