@@ -5,6 +5,7 @@ TAP."""
 import json
 import math
 import os
+import signal
 import struct
 
 from e2e import SRCDIR, Daemon, check, done, until
@@ -268,6 +269,46 @@ def others(d):
     check(d.ask("GET", "/v1/models/demo").json()["id"] == "demo", "one model")
 
 
+def begin_stream(d, n_tokens):
+    """A connection with a stream that has begun, and its first bytes."""
+    c = d.conn()
+    body = json.dumps({"prompt": "And God said", "max_tokens": n_tokens, "ignore_eos": True,
+                       "temperature": 0, "stream": True}).encode()
+    c.send(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n" %
+           len(body) + body)
+    return c, c.sock.recv(2000)
+
+
+def to_the_end(c, data):
+    while True:
+        more = c.sock.recv(1 << 16)
+        if not more:
+            c.close()
+            return data
+        data += more
+
+
+def stopping():
+    """A stream is work like any other: a drain waits for it, a second signal cuts it."""
+    with Daemon() as d:
+        c, data = begin_stream(d, 100)
+        d.signal(signal.SIGTERM)
+        data = to_the_end(c, data)
+        check(data.count(b"data: {") == 100 and b"data: [DONE]" in data, "drained to its end",
+              data[-300:])
+        check(d.wait() == 0, "then the daemon ends")
+    with Daemon() as d:
+        c, data = begin_stream(d, 30000)
+        d.signal(signal.SIGTERM)
+        until(lambda: "why=SIGTERM" in d.log_text())
+        d.signal(signal.SIGTERM)
+        data = to_the_end(c, data)
+        check(b'data: {"error": {"message": "the server is shutting down"' in data, "cut in words",
+              data[-300:])
+        check(d.wait() == 0, "and the daemon ends")
+
+
+stopping()
 with Daemon() as daemon:
     scoring(daemon)
     generating(daemon)
