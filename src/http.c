@@ -6,7 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
-#include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -14,7 +13,7 @@
 #include "http_impl.h"
 #include "log.h"
 
-enum { TICK_MS = 50, OWN_FDS = 64 /* epoll sets, logs, model files */ };
+enum { TICK_MS = 50 };
 
 /* ---- connections; I/O thread ---- */
 
@@ -466,34 +465,6 @@ static int start_library(struct http *h)
     return h->mhd ? 0 : ERR_IO;
 }
 
-/* The usual soft limit of 1024 descriptors is below the usual number of connections. Where the
- * hard limit is, too, there are fewer connections, since one that cannot be accepted waits
- * untold. */
-static int raise_fd_limit(int32_t *max_connections, struct errmsg *e)
-{
-    struct rlimit limit;
-    const rlim_t others = HTTP_MAX_FAREWELLS + OWN_FDS;
-    rlim_t need = (rlim_t)*max_connections + others;
-    if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= need)
-        return 0;
-    limit.rlim_cur = limit.rlim_max < need ? limit.rlim_max : need;
-    setrlimit(RLIMIT_NOFILE, &limit);
-    if (limit.rlim_cur <= others)
-        return errmsg_set(
-            e, ERR_INVALID,
-            "the limit of open files is %llu (ulimit -n, LimitNOFILE): at least %llu "
-            "are needed, and max-connections %d takes %llu",
-            (unsigned long long)limit.rlim_cur, (unsigned long long)others + 1,
-            *max_connections, (unsigned long long)need);
-    if (limit.rlim_cur < need) {
-        log_warn("event=fewer_connections max_connections=%d open_files=%llu needed=%llu",
-                 (int)(limit.rlim_cur - others), (unsigned long long)limit.rlim_cur,
-                 (unsigned long long)need);
-        *max_connections = (int32_t)(limit.rlim_cur - others);
-    }
-    return 0;
-}
-
 static void init_lock(struct http *h)
 {
     pthread_condattr_t attr;
@@ -529,7 +500,7 @@ int http_open(const struct http_config *c, struct http **out, struct errmsg *e)
     init_lock(h);
     for (int i = 0; i < HTTP_MAX_FAREWELLS; i++)
         h->farewells[i].fd = -1;
-    int rc = raise_fd_limit(&h->c.max_connections, e);
+    int rc = conn_raise_limit(&h->c.max_connections, e);
     if (rc == 0)
         rc = http_open_listeners(h, c, e);
     if (rc != 0)

@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
@@ -20,12 +21,13 @@
 #include "log.h"
 
 enum {
-    ACCEPT_BATCH = 64,            /* then other sockets get their turn */
-    ACCEPT_PAUSE_US = 100000,     /* when descriptors or memory are short */
-    SCAN_US = 50000,              /* of deadlines */
-    INSPECTION_US = 500000,       /* of waiting connections, two system calls each */
-    FAREWELL_US = 2000000,        /* for the client to read the answer and close */
-    FAREWELL_BATCH_BYTES = 262144 /* then other sockets get their turn */
+    ACCEPT_BATCH = 64,             /* then other sockets get their turn */
+    ACCEPT_PAUSE_US = 100000,      /* when descriptors or memory are short */
+    SCAN_US = 50000,               /* of deadlines */
+    INSPECTION_US = 500000,        /* of waiting connections, two system calls each */
+    FAREWELL_US = 2000000,         /* for the client to read the answer and close */
+    FAREWELL_BATCH_BYTES = 262144, /* then other sockets get their turn */
+    OWN_FDS = 64                   /* epoll sets, logs, model files */
 };
 
 int64_t http_now_us(void)
@@ -157,6 +159,34 @@ void conn_close_farewells(struct http *h)
 }
 
 /* ---- accepting ---- */
+
+/* The usual soft limit of 1024 descriptors is below the usual number of connections. Where the
+ * hard limit is, too, there are fewer connections, since one that cannot be accepted waits
+ * untold. */
+int conn_raise_limit(int32_t *max_connections, struct errmsg *e)
+{
+    struct rlimit limit;
+    const rlim_t others = HTTP_MAX_FAREWELLS + OWN_FDS;
+    rlim_t need = (rlim_t)*max_connections + others;
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= need)
+        return 0;
+    limit.rlim_cur = limit.rlim_max < need ? limit.rlim_max : need;
+    setrlimit(RLIMIT_NOFILE, &limit);
+    if (limit.rlim_cur <= others)
+        return errmsg_set(
+            e, ERR_INVALID,
+            "the limit of open files is %llu (ulimit -n, LimitNOFILE): at least %llu "
+            "are needed, and max-connections %d takes %llu",
+            (unsigned long long)limit.rlim_cur, (unsigned long long)others + 1,
+            *max_connections, (unsigned long long)need);
+    if (limit.rlim_cur < need) {
+        log_warn("event=fewer_connections max_connections=%d open_files=%llu needed=%llu",
+                 (int)(limit.rlim_cur - others), (unsigned long long)limit.rlim_cur,
+                 (unsigned long long)need);
+        *max_connections = (int32_t)(limit.rlim_cur - others);
+    }
+    return 0;
+}
 
 static void refuse_socket(struct http *h, int fd)
 {

@@ -157,6 +157,9 @@ int http_open_listeners(struct http *h, const struct http_config *c, struct errm
 /* ---- http_conn.c: the watcher's side ---- */
 void conn_readable(void *arg, void *owner);
 void conn_turn(void *arg);
+/* Makes room for descriptors, or lowers the number of connections to what there is. Returns 0 or
+ * ERR_INVALID. */
+int conn_raise_limit(int32_t *max_connections, struct errmsg *e);
 /* After the watcher has ended. */
 void conn_close_farewells(struct http *h);
 /* http.lock held. Keeps the socket of c open in a copy until the client has seen the answer. */
