@@ -312,8 +312,7 @@ def test_priorities():
         order = []
 
         def wait(name, c):
-            c.read()
-            order.append(name)
+            order.append((c.read().json()["pieces"][0]["step"], name))
 
         threads = []
         for name, n, priority in (("long", 640, 0), ("short", 64, 0), ("late", 64, 5),
@@ -325,6 +324,7 @@ def test_priorities():
         first.read()
         for t in threads:
             t.join()
+        order = [name for _, name in sorted(order)]
         check(order == ["urgent", "short", "long", "late"], f"priority, then short first: {order}")
 
 
