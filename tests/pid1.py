@@ -290,11 +290,13 @@ def test_crash(m):
 def test_reload(m):
     m.write("/usr/local/etc/prefilld/keys", "beta\n")
     r = m("systemctl", "reload", "prefilld.service")
-    check(r.returncode == 0 and until(lambda: m.show("ActiveState") == "active"), "reload")
-    check(m.ask([1]) == 1, "the old key is refused")
+    check(r.returncode == 0 and until(lambda: m.show("ActiveState") == "active"), "reload",
+          (r, m.journal("-n", "20")))
+    # The signal is sent when systemctl returns, and heard a little later.
+    check(until(lambda: m.ask([1]) == 1), "the old key is refused", m.journal("-n", "20"))
     m.write("/usr/local/etc/prefilld/keys", "alpha\n")
     m("systemctl", "reload", "prefilld.service")
-    check(m.ask([1]) == 0, "and good again after another")
+    check(until(lambda: m.ask([1]) == 0), "and good again after another")
 
 
 def test_bad_configuration(m):
