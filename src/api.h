@@ -50,8 +50,7 @@ struct api {
     const char *model_id;
     int32_t vocab;             /* of config.json */
     int32_t max_prompt_tokens; /* what is accepted */
-    bool samples;       /* the backend samples tokens; else only the most probable can be had */
-    int32_t max_adjust; /* of one request, among those a step may have; 0: any number */
+    int32_t max_adjust;        /* of one request, among those a step may have; 0: any number */
     int32_t page_tokens;
     int64_t started_unix_s;
 

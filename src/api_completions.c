@@ -160,28 +160,6 @@ static int read_truncation(const struct api *a, const json_t *root, struct promp
     return rc;
 }
 
-/* What needs the whole distribution, on a backend that gives its best candidates alone. */
-static int check_backend(const struct api *a, const struct completion *c, struct json_error *e)
-{
-    const struct sampling *s = &c->choosing.sampling;
-    const struct {
-        const char *field;
-        bool is_plain;
-        const char *accepted;
-    } needs[] = {{"temperature", s->temperature <= 0, "0 is accepted, and must be given"},
-                 {"presence_penalty", s->presence_penalty == 0, "0 is accepted"},
-                 {"frequency_penalty", s->frequency_penalty == 0, "0 is accepted"},
-                 {"repetition_penalty", s->repetition_penalty == 1, "1 is accepted"},
-                 {"logit_bias", c->choosing.n_bias == 0, "only its absence is accepted"}};
-    for (size_t i = 0; i < sizeof(needs) / sizeof(needs[0]) && !a->samples && c->max_new != 0;
-         i++)
-        if (!needs[i].is_plain)
-            return json_fail(e, ERR_UNSUPPORTED, needs[i].field,
-                             "%s: backend %s chooses the most probable token only; %s",
-                             needs[i].field, a->backend_name, needs[i].accepted);
-    return 0;
-}
-
 static bool wants_prompt_rows(const struct completion *c)
 {
     return (c->echo && c->n_top >= 0) || c->n_prompt_top >= 0;
@@ -234,9 +212,7 @@ static int check_adjustments(const struct api *a, const struct completion *c,
 int completion_check_lengths(const struct api *a, const struct completion *c,
                              const char *max_field, struct json_error *e)
 {
-    int rc = check_backend(a, c, e);
-    if (rc == 0)
-        rc = check_adjustments(a, c, e);
+    int rc = check_adjustments(a, c, e);
     if (rc != 0)
         return rc;
     for (int32_t i = 0; i < c->n_prompts && c->max_new > 0; i++)

@@ -76,6 +76,37 @@ bool write_token(const struct api *a, struct buf *b, int32_t id, bool as_ids)
     return tokenizer_json_token(a->tokenizer, id, b) && b->len - at > 2;
 }
 
+void open_candidate(const struct api *a, struct buf *b, const struct top_entry *e)
+{
+    buf_adds(b, "{\"id\": ");
+    buf_json_i64(b, e->id);
+    buf_adds(b, ", \"token\": ");
+    if (!a->tokenizer) {
+        buf_adds(b, "\"\"");
+    } else if (!tokenizer_json_token(a->tokenizer, e->id, b)) {
+        size_t len;
+        const char *bytes = tokenizer_token_bytes(a->tokenizer, e->id, &len);
+        buf_adds(b, ", \"bytes\": [");
+        for (size_t i = 0; i < len; i++)
+            buf_printf(b, "%s%d", i ? ", " : "", (unsigned char)bytes[i]);
+        buf_addc(b, ']');
+    }
+    buf_adds(b, ", \"logprob\": ");
+    buf_json_f32(b, e->logprob);
+}
+
+void write_candidates(const struct api *a, struct buf *b, const struct top_entry *top,
+                      int32_t n)
+{
+    buf_addc(b, '[');
+    for (int32_t i = 0; i < n && top[i].id >= 0; i++) {
+        buf_adds(b, i ? ", " : "");
+        open_candidate(a, b, &top[i]);
+        buf_addc(b, '}');
+    }
+    buf_addc(b, ']');
+}
+
 void write_ids(struct buf *b, const int32_t *ids, int32_t from, int32_t to)
 {
     buf_addc(b, '[');

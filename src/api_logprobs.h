@@ -33,6 +33,12 @@ const struct top_entry *row_top(const struct request *r, int32_t t);
  * nor with bytes of no character. */
 bool write_token(const struct api *a, struct buf *b, int32_t id, bool as_ids);
 
+/* {"id", "token", "logprob", without the closing brace; bytes of no character as "bytes", too. */
+void open_candidate(const struct api *a, struct buf *b, const struct top_entry *e);
+/* A list of these: the first n, or up to the first that is none. */
+void write_candidates(const struct api *a, struct buf *b, const struct top_entry *top,
+                      int32_t n);
+
 /* {"text_offset", "token_logprobs", "tokens", "top_logprobs"} of rows [from, to): row 0 has null
  * numbers. o goes on behind the row before from. */
 void write_logprobs(const struct api *a, struct buf *b, const struct request *r, int32_t from,

@@ -4,6 +4,7 @@
 #include <time.h>
 
 #include "api_group.h"
+#include "api_logprobs.h"
 #include "backend.h"
 
 enum { DEFAULT_TOP = 5 };
@@ -139,24 +140,6 @@ void api_prefill(struct api *a, struct exchange *x)
 
 /* ---- the answer ---- */
 
-static void add_token(struct api *a, struct buf *b, int32_t id)
-{
-    bool is_text = true;
-    buf_printf(b, "{\"id\": %d, \"token\": ", id);
-    if (a->tokenizer)
-        is_text = tokenizer_json_token(a->tokenizer, id, b);
-    else
-        buf_adds(b, "\"\"");
-    if (is_text)
-        return;
-    size_t len;
-    const char *bytes = tokenizer_token_bytes(a->tokenizer, id, &len);
-    buf_adds(b, ", \"bytes\": [");
-    for (size_t i = 0; i < len; i++)
-        buf_printf(b, "%s%d", i ? ", " : "", (unsigned char)bytes[i]);
-    buf_adds(b, "]");
-}
-
 static void add_logprob(struct buf *b, float logprob)
 {
     buf_adds(b, ", \"logprob\": ");
@@ -166,16 +149,10 @@ static void add_logprob(struct buf *b, float logprob)
 static void add_next(struct api *a, struct buf *b, const struct request *r)
 {
     buf_adds(b, ", \"next\": ");
-    add_token(a, b, r->next_top[0].id);
-    add_logprob(b, r->next_top[0].logprob);
-    buf_adds(b, ", \"top\": [");
-    for (int32_t i = 0; i < r->n_top && r->next_top[i].id >= 0; i++) {
-        buf_adds(b, i ? ", " : "");
-        add_token(a, b, r->next_top[i].id);
-        add_logprob(b, r->next_top[i].logprob);
-        buf_adds(b, "}");
-    }
-    buf_adds(b, "]}");
+    open_candidate(a, b, &r->next_top[0]);
+    buf_adds(b, ", \"top\": ");
+    write_candidates(a, b, r->next_top, r->n_top);
+    buf_addc(b, '}');
 }
 
 static void add_prompt_logprobs(struct buf *b, const struct request *r)

@@ -169,22 +169,6 @@ static int read_score(struct scoring *s, struct api *a, struct exchange *x,
     return rc;
 }
 
-static void add_candidates(const struct api *a, struct buf *b, const struct top_entry *top,
-                           int32_t n_top)
-{
-    buf_addc(b, '[');
-    for (int32_t i = 0; i < n_top && top[i].id >= 0; i++) {
-        buf_adds(b, i ? ", {\"id\": " : "{\"id\": ");
-        buf_json_i64(b, top[i].id);
-        buf_adds(b, ", \"token\": ");
-        write_token(a, b, top[i].id, false);
-        buf_adds(b, ", \"logprob\": ");
-        buf_json_f32(b, top[i].logprob);
-        buf_addc(b, '}');
-    }
-    buf_addc(b, ']');
-}
-
 static void add_score(const struct scoring *s, struct buf *b, int32_t i)
 {
     const struct request *r = s->group.requests[i];
@@ -207,7 +191,7 @@ static void add_score(const struct scoring *s, struct buf *b, int32_t i)
         buf_adds(b, ", \"top\": [");
         for (int32_t t = from; t < r->n_prompt; t++) {
             buf_adds(b, t > from ? ", " : "");
-            add_candidates(s->group.api, b, row_top(r, t), s->n_top);
+            write_candidates(s->group.api, b, row_top(r, t), s->n_top);
         }
         buf_addc(b, ']');
     }

@@ -14,16 +14,17 @@ struct steps_reader {
     struct api *api;
     struct exchange *x;
     struct steps_reader *prev, *next;
-    int64_t place; /* the worker's */
-    atomic_bool is_posted, is_gone;
+    int64_t place;        /* the worker's */
+    atomic_int n_notices; /* not yet looked at; a worker is there, or to come, while above 0 */
+    atomic_bool is_gone;
 };
 
 static void write_to(struct exchange *x);
 
 /* A worker will look at r, soon. */
-static void post(struct steps_reader *r)
+static void notice(struct steps_reader *r)
 {
-    if (!atomic_exchange(&r->is_posted, true))
+    if (atomic_fetch_add(&r->n_notices, 1) == 0)
         exchange_post(r->x, write_to);
 }
 
@@ -44,31 +45,30 @@ static void write_to(struct exchange *x)
     struct steps_reader *r = exchange_call(x);
     struct steps_readers *l = &r->api->readers;
     struct buf events;
+    int seen;
     do {
+        seen = atomic_load(&r->n_notices);
         buf_init(&events);
         r->place = steps_render(r->api->steps, r->place, &events);
         bool is_over = atomic_load(&r->is_gone) || atomic_load(&l->is_closing);
         if (!is_over && events.len > 0)
             is_over = !exchange_stream_write(x, &events);
         if (is_over) {
-            /* Out of the list first: nobody posts it again. is_posted stays set. */
+            /* Out of the list first; with notices left nobody posts a worker again. */
             leave(l, r);
             exchange_stream_end(x, &events);
             return;
         }
         buf_fini(&events);
-        atomic_store(&r->is_posted, false);
-        /* What came since the look would not have been posted. */
-    } while ((steps_end(r->api->steps) != r->place || atomic_load(&r->is_gone) ||
-              atomic_load(&l->is_closing)) &&
-             !atomic_exchange(&r->is_posted, true));
+        /* Without notices left r is another worker's, which may end it. */
+    } while (atomic_fetch_sub(&r->n_notices, seen) > seen);
 }
 
 static void on_hangup(void *call)
 {
     struct steps_reader *r = call;
     atomic_store(&r->is_gone, true);
-    post(r);
+    notice(r);
 }
 
 void api_steps(struct api *a, struct exchange *x)
@@ -83,7 +83,7 @@ void api_steps(struct api *a, struct exchange *x)
     r->x = x;
     r->place = steps_end(a->steps) - HISTORY;
     /* This thread is the worker that looks, until the first events are written. */
-    atomic_init(&r->is_posted, true);
+    atomic_init(&r->n_notices, 1);
     exchange_stream_open(x);
     pthread_mutex_lock(&l->lock);
     r->next = l->first;
@@ -116,7 +116,7 @@ void api_steps_notify(void *arg)
     struct steps_readers *l = &a->readers;
     pthread_mutex_lock(&l->lock);
     for (struct steps_reader *r = l->first; r; r = r->next)
-        post(r);
+        notice(r);
     pthread_mutex_unlock(&l->lock);
 }
 

@@ -127,7 +127,7 @@ struct batch_host {
     int32_t n_tokens, n_seqs, n_chunks, n_rows, max_pages, max_len;
     const int32_t *tokens, *positions, *cu_seqlens, *start, *slots, *page_table;
     const int32_t *rows, *targets, *row_top;
-    int32_t n_samples; /* 0 unless the backend says that it samples */
+    int32_t n_samples;
     const struct row_sample *samples;
 };
 
@@ -341,7 +341,6 @@ struct step_times {
 
 struct backend_ops {
     const char *name;   /* "cpu", "cuda" */
-    bool samples;       /* batch.samples are honoured */
     int32_t max_adjust; /* adjustments in all samples of a step; 0: any number */
 
     /* Opens the device: threads (0: all) for the CPU, device index for CUDA. Fills *b. */

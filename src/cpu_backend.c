@@ -344,7 +344,6 @@ static int cpu_step_done(struct backend *b, bool wait)
 
 const struct backend_ops backend_cpu_ops = {
     .name = "cpu",
-    .samples = true,
     .open = cpu_open,
     .close = cpu_close,
     .memory = cpu_memory,

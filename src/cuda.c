@@ -217,7 +217,6 @@ static int cuda_open(struct backend *b, int32_t device, struct errmsg *e)
 
 const struct backend_ops backend_cuda_ops = {
     .name = "cuda",
-    .samples = true,
     .max_adjust = SAMPLE_MAX_ADJUST,
     .open = cuda_open,
     .close = cuda_close,

@@ -38,8 +38,7 @@ int engine_open(const struct engine_config *c, struct model *model, struct queue
                               .max_step_tokens = sizes->o.max_step_tokens,
                               .max_seqs = sizes->o.max_seqs,
                               .max_waiting = c->max_waiting};
-    struct step_limits lim = {.samples = model_samples(model),
-                              .max_tokens = sizes->o.max_step_tokens,
+    struct step_limits lim = {.max_tokens = sizes->o.max_step_tokens,
                               .max_seqs = sizes->o.max_seqs,
                               .max_rows = sizes->o.max_step_tokens,
                               .max_pages = sizes->max_pages,

@@ -233,7 +233,6 @@ static int server_open_http(struct server *s, struct errmsg *e)
     s->api.model_id = s->model_id;
     s->api.vocab = s->arch.vocab;
     s->api.max_prompt_tokens = s->sizes.o.max_prompt_tokens;
-    s->api.samples = s->backend.ops->samples;
     s->api.max_adjust = s->backend.ops->max_adjust / s->sizes.o.max_seqs;
     s->api.page_tokens = s->sizes.o.page_tokens;
     if (work_open(c->workers, c->queue_length + c->max_connections, &s->work) != 0)

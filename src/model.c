@@ -304,11 +304,6 @@ bool model_times(struct model *m, struct step_times *out)
     return true;
 }
 
-bool model_samples(const struct model *m)
-{
-    return m->b->ops->samples;
-}
-
 const char *model_why_lost(const struct model *m)
 {
     return m->b->lost ? m->b->lost : "unknown";

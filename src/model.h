@@ -54,9 +54,6 @@ int model_done(struct model *m, bool wait);
 /* Times of the step that model_done gave last; false: the backend keeps none. */
 bool model_times(struct model *m, struct step_times *out);
 
-/* Whether samples of a step are honoured; without, the best candidate is all there is. */
-bool model_samples(const struct model *m);
-
 /* Why the device was lost, in words. */
 const char *model_why_lost(const struct model *m);
 

@@ -69,17 +69,6 @@ static void step_add_row(struct step *s, int32_t i, int32_t target, int32_t n_to
     s->row_top[r] = n_top;
 }
 
-/* The next token is the best candidate, also when none were asked for; where a stop token may not
- * be chosen yet, it is the best that is none. */
-static int32_t n_candidates(const struct request *r)
-{
-    int32_t n = r->n_top > 0 ? r->n_top : 1;
-    if (r->sampling && atomic_load(&r->n_new) < r->sampling->min_new &&
-        n <= r->sampling->n_stop)
-        n = r->sampling->n_stop + 1;
-    return n;
-}
-
 void step_add(struct step *s, struct request *r, int32_t start, int32_t n_tokens, bool is_last)
 {
     int32_t t0 = s->host.n_tokens;
@@ -104,13 +93,14 @@ void step_add(struct step *s, struct request *r, int32_t start, int32_t n_tokens
         for (int32_t t = first; t < end && t + 1 < r->n_ids; t++)
             step_add_row(s, t0 + t - start, r->ids[t + 1], r->n_top);
     }
-    if (is_last && r->sampling && s->limits.samples && !sampler_is_plain(&r->sampler)) {
+    if (is_last && r->sampling && !sampler_is_plain(&r->sampler)) {
         struct row_sample *sample = &s->samples[s->host.n_samples++];
         *sample = sampler_next(&r->sampler);
         sample->row = s->host.n_rows;
     }
     if (is_last && (r->logprobs != LOGPROBS_NONE || r->sampling))
-        step_add_row(s, t0 + n_tokens - 1, -1, n_candidates(r));
+        /* The next token is the best candidate, also when none were asked for. */
+        step_add_row(s, t0 + n_tokens - 1, -1, r->n_top > 0 ? r->n_top : 1);
     p->n_rows = s->host.n_rows - p->row0;
     s->host.n_tokens += n_tokens;
     s->host.n_chunks += (n_tokens + CHUNK_TOKENS - 1) / CHUNK_TOKENS;
@@ -141,18 +131,6 @@ static void step_copy_top(struct top_entry *dst, const struct row_result *src, i
         dst[i] = (struct top_entry){.id = src->top_id[i], .logprob = src->top_logprob[i]};
 }
 
-/* What was sampled; else the best candidate that may be chosen. */
-static struct top_entry choose(const struct request *r, const struct row_result *row)
-{
-    if (row->sampled_id >= 0)
-        return (struct top_entry){row->sampled_id, row->sampled_logprob};
-    int32_t best = 0;
-    while (atomic_load(&r->n_new) < r->sampling->min_new && best < r->sampling->n_stop &&
-           sampler_is_stop(&r->sampler, row->top_id[best]))
-        best++;
-    return (struct top_entry){row->top_id[best], row->top_logprob[best]};
-}
-
 int32_t step_publish(const struct step *s, int32_t i_piece)
 {
     const struct step_piece *p = &s->pieces[i_piece];
@@ -163,8 +141,10 @@ int32_t step_publish(const struct step *s, int32_t i_piece)
         n_bad += row->n_bad > 0;
         if (s->targets[p->row0 + i] < 0) {
             step_copy_top(r->next_top, row, s->row_top[p->row0 + i]);
-            if (r->sampling)
-                r->chosen = choose(r, row);
+            if (row->sampled_id >= 0)
+                r->chosen = (struct top_entry){row->sampled_id, row->sampled_logprob};
+            else
+                r->chosen = r->next_top[0];
             continue;
         }
         /* The row of token t gives the logprob of token t + 1. */

@@ -9,7 +9,6 @@
 #include "request.h"
 
 struct step_limits {
-    bool samples; /* the backend does */
     int32_t max_tokens, max_seqs, max_rows;
     int32_t max_pages; /* of one request: row length of the page table */
     int32_t page_tokens;

@@ -152,7 +152,6 @@ static inline struct server *server_start(const char *key_file)
                           .vocab = VOCAB,
                           .max_prompt_tokens = MAX_TOKENS,
                           .page_tokens = 64,
-                          .samples = true,
                           .started_unix_s = 1};
     struct http_config c = {.listen = any,
                             .n_listen = 1,
@@ -243,6 +242,11 @@ static inline void expect(struct answer a, int status, const char *text, const c
     CHECK(a.status == status && strstr(body, text), "%s: %d %.*s", what, a.status,
           (int)strcspn(body, "\n"), body);
     answer_free(&a);
+}
+
+static inline struct answer complete(struct server *s, const char *body)
+{
+    return ask(s, "POST", "/v1/completions", body);
 }
 
 #endif

@@ -4,11 +4,6 @@
 
 #include "api_stub.h"
 
-static struct answer complete(struct server *s, const char *body)
-{
-    return ask(s, "POST", "/v1/completions", body);
-}
-
 /* The answer's body holds each of the texts, NULL at the end. */
 static void holds(struct server *s, const char *body, const char *what,
                   const char *const *texts)
@@ -185,30 +180,10 @@ static void test_refusals(void)
     server_stop(s);
 }
 
-/* A backend that gives its best candidates alone: what needs more is refused by name. */
-static void test_best_only(void)
+/* What penalties touch of the vocabulary is bounded where the backend bounds it. */
+static void test_adjustments(void)
 {
-    static const struct {
-        const char *fields, *says;
-    } cases[] = {
-        {"\"max_tokens\":2", "temperature: backend stub"},
-        {"\"max_tokens\":2,\"temperature\":0,\"frequency_penalty\":1", "frequency_penalty: "},
-        {"\"max_tokens\":2,\"temperature\":0,\"logit_bias\":{\"5\":1}", "logit_bias: "},
-        {"\"max_tokens\":2,\"temperature\":0", NULL},
-        {"\"max_tokens\":0,\"echo\":true,\"logprobs\":1", NULL}};
     struct server *s = server_start(NULL);
-    s->api.samples = false;
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
-        char body[256];
-        snprintf(body, sizeof(body), "{\"prompt\":[1,2],%s}", cases[i].fields);
-        struct answer a = complete(s, body);
-        if (cases[i].says)
-            CHECK(a.status == 400 && strstr(a.body, cases[i].says), "%s: %s", body, a.body);
-        else
-            CHECK(a.status == 200, "%s: %d %s", body, a.status, a.body);
-        answer_free(&a);
-    }
-    s->api.samples = true;
     s->api.max_adjust = 20;
     static const struct {
         const char *fields;
@@ -490,204 +465,6 @@ static void test_templates(void)
     server_stop(s);
 }
 
-/* ---- streams ---- */
-
-static int ask_stream(struct server *s, const char *body)
-{
-    char request[1024];
-    int fd = client_connect(s->address);
-    snprintf(request, sizeof(request),
-             "POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: %zu\r\n\r\n%s",
-             strlen(body), body);
-    client_sends(fd, request);
-    return fd;
-}
-
-/* Reads chunks to the end of the stream, or until the text holds `until`. Appends their bytes;
- * returns how many chunks there were, -1 at an early end. */
-static int read_chunks(int fd, struct buf *out, const char *until)
-{
-    for (int n = 0;; n++) {
-        char line[32];
-        size_t len = 0;
-        while (len < 2 || memcmp(line + len - 2, "\r\n", 2) != 0)
-            if (len == sizeof(line) || client_recv(fd, line + len++, 1) != 1)
-                return -1;
-        size_t want = (size_t)strtoul(line, NULL, 16);
-        for (size_t got = 0; got < want + 2; got++) {
-            char c;
-            if (client_recv(fd, &c, 1) != 1)
-                return -1;
-            if (got < want)
-                buf_addc(out, c);
-        }
-        if (want == 0 || (until && buf_cstr(out) && strstr(out->data, until)))
-            return n;
-    }
-}
-
-/* The n-th event's line; it stays in a static buffer. */
-static const char *event_of(struct buf *b, int n)
-{
-    static char line[4096];
-    const char *p = buf_cstr(b);
-    while (p && n-- > 0)
-        p = strstr(p, "\n\n") ? strstr(p, "\n\n") + 2 : NULL;
-    snprintf(line, sizeof(line), "%.*s", p ? (int)strcspn(p, "\n") : 0, p ? p : "");
-    return line;
-}
-
-static void test_stream(void)
-{
-    struct server *s = server_start(NULL);
-    struct buf b;
-    buf_init(&b);
-    int fd = ask_stream(s, "{\"prompt\":[5,6],\"max_tokens\":3,\"stream\":true,\"logprobs\":0,"
-                           "\"stream_options\":{\"include_usage\":true},\"ignore_eos\":true}");
-    struct answer a = client_read(fd, 0);
-    CHECK(a.status == 200 && answer_has(&a, "Content-Type", "text/event-stream") &&
-              answer_has(&a, "Transfer-Encoding", "chunked") &&
-              answer_header(&a, "X-Request-Id"),
-          "a stream begins: %s", a.head);
-    answer_free(&a);
-    int n = read_chunks(fd, &b, NULL);
-    CHECK(n > 0, "it ends: %s", buf_cstr(&b));
-    CHECK(strstr(event_of(&b, 0), "data: {\"id\": \"cmpl-pf-") == event_of(&b, 0) &&
-              strstr(event_of(&b, 0), "\"tokens\": [\" ha\"]") &&
-              strstr(event_of(&b, 0), "\"finish_reason\": null"),
-          "a token: %s", event_of(&b, 0));
-    CHECK(strstr(event_of(&b, 1), "\"text_offset\": [3]"), "the next: %s", event_of(&b, 1));
-    CHECK(strstr(event_of(&b, 2), "\"finish_reason\": \"length\""), "the last: %s",
-          event_of(&b, 2));
-    CHECK(strstr(event_of(&b, 3), "\"choices\": [], \"usage\": {\"prompt_tokens\": 2, "
-                                  "\"total_tokens\": 5, \"completion_tokens\": 3"),
-          "usage: %s", event_of(&b, 3));
-    CHECK(strcmp(event_of(&b, 4), "data: [DONE]") == 0 && event_of(&b, 5)[0] == '\0', "done");
-    /* The connection stays. */
-    client_sends(fd, "GET /version HTTP/1.1\r\nHost: t\r\n\r\n");
-    expect(client_read(fd, 1), 200, "9.9", "another call on the connection");
-    close(fd);
-    b.len = 0;
-    fd = ask_stream(s, "{\"prompt\":\"And God\",\"max_tokens\":0,\"stream\":true,\"echo\":true,"
-                       "\"logprobs\":0}");
-    a = client_read(fd, 0);
-    answer_free(&a);
-    read_chunks(fd, &b, NULL);
-    CHECK(strstr(event_of(&b, 0),
-                 "\"text\": \"And God\", \"logprobs\": {\"text_offset\": [0, 3]") &&
-              strcmp(event_of(&b, 1), "data: [DONE]") == 0,
-          "a prompt alone: %s", event_of(&b, 0));
-    close(fd);
-    expect(complete(s, "{\"prompt\":[1],\"stream_options\":{}}"), 400, "stream_options",
-           "stream_options without a stream");
-    expect(complete(s, "{\"prompt\":[1],\"stream\":true,\"prompt_logprobs\":1}"), 400,
-           "prompt_logprobs", "vLLM's list in a stream");
-    buf_fini(&b);
-    server_stop(s);
-}
-
-/* Before its first event a call fails as any other; later with an event. */
-static void test_stream_fails(void)
-{
-    static const char body[] = "{\"prompt\":[5,6],\"max_tokens\":90,\"stream\":true}";
-    struct server *s = server_start(NULL);
-    struct buf b;
-    buf_init(&b);
-    atomic_store(&s->outcome, OUTCOME_DEADLINE);
-    int fd = ask_stream(s, body);
-    expect(client_read(fd, 1), 504, "deadline_ms", "late before the first event");
-    close(fd);
-    atomic_store(&s->outcome, OUTCOME_OK);
-    atomic_store(&s->token_ms, 5);
-    fd = ask_stream(s, body);
-    struct answer a = client_read(fd, 0);
-    CHECK(a.status == 200, "a stream");
-    answer_free(&a);
-    read_chunks(fd, &b, "data: ");
-    atomic_store(&s->outcome, OUTCOME_ERROR);
-    int n = read_chunks(fd, &b, NULL);
-    CHECK(n >= 0 && strstr(buf_cstr(&b), "\n\ndata: {\"error\": {\"message\"") &&
-              strstr(b.data, "\n\ndata: [DONE]\n\n"),
-          "an error in the middle: %s", b.data);
-    close(fd);
-    CHECK(counted(s, OUTCOME_ERROR) == 1 && counted(s, OUTCOME_DEADLINE) == 1, "both count");
-    buf_fini(&b);
-    server_stop(s);
-}
-
-static void test_stream_hangup(void)
-{
-    static const char body[] = "{\"prompt\":[5,6],\"max_tokens\":90,\"n\":2,\"stream\":true}";
-    struct server *s = server_start(NULL);
-    struct buf b;
-    buf_init(&b);
-    atomic_store(&s->token_ms, 20);
-    for (int i = 0; i < 2; i++) {
-        atomic_store(&s->n_cancels, 0);
-        atomic_store(&s->n_done, 0);
-        int fd = ask_stream(s, body);
-        struct answer a = client_read(fd, 0);
-        answer_free(&a);
-        CHECK(read_chunks(fd, &b, "data: ") >= 0, "an event has come");
-        if (i == 0)
-            close(fd);
-        else
-            shutdown(fd, SHUT_WR);
-        CHECK(becomes(&s->n_cancels, 2) && becomes(&s->n_done, 2), "%s: both are cancelled",
-              i == 0 ? "closed" : "closed for sending");
-        if (i == 1)
-            close(fd);
-    }
-    for (int i = 0; i < 2000 && counted(s, OUTCOME_CANCELLED) < 2; i++)
-        client_sleep_ms(1);
-    CHECK(counted(s, OUTCOME_CANCELLED) == 2 && becomes(&s->metrics.connections, 0),
-          "nothing is left");
-    buf_fini(&b);
-    server_stop(s);
-}
-
-/* A wall clock, not the engine, keeps a stream alive: also before its first token. */
-static void test_ping(void)
-{
-    struct server *s = server_start(NULL);
-    struct buf b;
-    buf_init(&b);
-    atomic_store(&s->is_held, true);
-    int fd = ask_stream(s, "{\"prompt\":[5,6],\"max_tokens\":1,\"stream\":true}");
-    struct answer a = client_read(fd, 0);
-    CHECK(a.status == 200, "a ping begins the stream");
-    answer_free(&a);
-    CHECK(read_chunks(fd, &b, ": ping\n\n") >= 0, "a comment");
-    atomic_store(&s->is_held, false);
-    CHECK(read_chunks(fd, &b, NULL) >= 0 && strstr(buf_cstr(&b), "\ndata: [DONE]"),
-          "then the rest");
-    close(fd);
-    buf_fini(&b);
-    server_stop(s);
-}
-
-/* Closing the server in the middle of streams, parked and not. */
-static void test_stream_close(void)
-{
-    struct server *s = server_start(NULL);
-    int fds[4];
-    atomic_store(&s->token_ms, 10);
-    for (int i = 0; i < 4; i++)
-        fds[i] = ask_stream(s, "{\"prompt\":[5,6],\"max_tokens\":90,\"stream\":true}");
-    for (int i = 0; i < 4; i++) {
-        struct answer a = client_read(fds[i], 0);
-        CHECK(a.status == 200, "stream %d", i);
-        answer_free(&a);
-    }
-    /* http_close is what hangs up; the stub goes on until the queue is stopped. */
-    http_quiesce(s->http);
-    CHECK(!http_flush(s->http, request_now_us() + 1000), "streams are under way");
-    atomic_store(&s->token_ms, 0);
-    server_stop(s);
-    for (int i = 0; i < 4; i++)
-        close(fds[i]);
-}
-
 int main(void)
 {
     signal(SIGPIPE, SIG_IGN);
@@ -695,15 +472,10 @@ int main(void)
     test_shapes();
     test_stop();
     test_refusals();
-    test_best_only();
+    test_adjustments();
     test_full();
     test_ends();
     test_others();
     test_templates();
-    test_stream();
-    test_stream_fails();
-    test_stream_hangup();
-    test_ping();
-    test_stream_close();
     return tap_done();
 }

@@ -5,24 +5,9 @@ what they do about an interrupted run, missing packages and a tree that they can
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 
-SRCDIR = os.environ.get("SRCDIR", ".")
-
-count = failed = 0
-
-
-def check(good, what, detail=""):
-    global count, failed
-    count += 1
-    print(f"{'ok' if good else 'not ok'} {count} - {what}")
-    if not good:
-        failed += 1
-        for line in str(detail).splitlines():
-            print(f"# {line}")
-    sys.stdout.flush()
-
+from e2e import SRCDIR, check, done
 
 # Each tool notes in `calls` that it ran. `packages` has those that are installed.
 TOOLS = {
@@ -209,9 +194,8 @@ def main():
         check_kept(tree)
         check_packages(tree)
         check_trees(tree)
-    print(f"1..{count}")
-    return failed != 0
+    done()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
