@@ -257,7 +257,10 @@ static void test_steps_readers(void)
         pthread_join(threads[i], NULL);
     steps_add(&steps, &record);
     CHECK(becomes(&s->metrics.connections, 0), "%d readers came and went", READERS * READS);
-    CHECK(s->api.readers.first == NULL, "the list is empty");
+    pthread_mutex_lock(&s->api.readers.lock);
+    bool is_empty = s->api.readers.first == NULL;
+    pthread_mutex_unlock(&s->api.readers.lock);
+    CHECK(is_empty, "the list is empty");
     int fd = client_connect(s->address);
     client_sends(fd, "GET /v1/steps HTTP/1.1\r\nHost: t\r\n\r\n");
     static char text[1 << 20];
