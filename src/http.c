@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -151,6 +152,17 @@ static void on_completed(void *cls, struct MHD_Connection *mhd, void **context,
     exchange_unref(x);
 }
 
+/* http.lock held. Cuts a stream short. libmicrohttpd's own way, MHD_CONTENT_READER_END_WITH_ERROR,
+ * marks the connection as closed, but with epoll (0.9.75) forgets to clean it up, unless it is
+ * the one that has been quiet for longest: its descriptor stayed until the idle timeout. A failed
+ * write does not, so the socket is shut down under the last chunk that is written now. */
+static ssize_t cut_stream(struct exchange *x)
+{
+    x->conn->is_expired = true;
+    shutdown(x->conn->fd, SHUT_RDWR);
+    return MHD_CONTENT_READER_END_OF_STREAM;
+}
+
 /* libmicrohttpd wants bytes of a stream. */
 static ssize_t read_stream(void *cls, uint64_t pos, char *out, size_t max)
 {
@@ -160,7 +172,7 @@ static ssize_t read_stream(void *cls, uint64_t pos, char *out, size_t max)
     size_t left = x->stream.len - x->stream_at;
     ssize_t n = (ssize_t)(left < max ? left : max);
     if (x->state == EXCHANGE_GONE) {
-        n = MHD_CONTENT_READER_END_WITH_ERROR;
+        n = cut_stream(x);
     } else if (n > 0) {
         memcpy(out, x->stream.data + x->stream_at, (size_t)n);
         x->stream_at += (size_t)n;

@@ -1,8 +1,11 @@
 /* Answers that grow, over real sockets, with a stub for the engine: completions as events, hang-ups,
- * pings, failures, stops. */
+ * pings, failures, stops; readers of the steps. */
+#include <pthread.h>
 #include <signal.h>
 
+#include "api_steps.h"
 #include "api_stub.h"
+#include "rng.h"
 
 /* ---- streams ---- */
 
@@ -160,6 +163,29 @@ static void test_stream_hangup(void)
     server_stop(s);
 }
 
+/* While another connection has been quiet for longer: libmicrohttpd looks at that one first, and
+ * for a while lost the descriptor of the stream that was cut. */
+static void test_stream_hangup_behind(void)
+{
+    struct server *s = server_start(NULL);
+    struct buf b;
+    buf_init(&b);
+    int quiet = client_connect(s->address);
+    client_sends(quiet, "GET /version HTTP/1.1\r\nHost: t\r\n\r\n");
+    expect(client_read(quiet, 1), 200, "9.9", "a connection that then is quiet");
+    atomic_store(&s->token_ms, 20);
+    int fd = ask_stream(s, "{\"prompt\":[5,6],\"max_tokens\":90,\"stream\":true}");
+    struct answer a = client_read(fd, 0);
+    answer_free(&a);
+    CHECK(read_chunks(fd, &b, "data: ") >= 0, "an event has come");
+    close(fd);
+    CHECK(becomes(&s->metrics.connections, 1), "the stream's descriptor is closed");
+    close(quiet);
+    CHECK(becomes(&s->metrics.connections, 0), "nothing is left");
+    buf_fini(&b);
+    server_stop(s);
+}
+
 /* A wall clock, not the engine, keeps a stream alive: also before its first token. */
 static void test_ping(void)
 {
@@ -202,6 +228,86 @@ static void test_stream_close(void)
         close(fds[i]);
 }
 
+enum { READERS = 6, READS = 60 };
+
+/* Readers that come and go while steps end: each connection is let go, and none is touched after.
+ */
+struct reader {
+    struct server *s;
+    uint64_t seed;
+};
+
+static void *reader_main(void *arg)
+{
+    struct reader *me = arg;
+    struct server *s = me->s;
+    struct rng r = {me->seed};
+    static const char request[] = "GET /v1/steps HTTP/1.1\r\nHost: t\r\n\r\n";
+    for (int i = 0; i < READS; i++) {
+        int fd = client_connect(s->address);
+        char scratch[4096];
+        client_sends(fd, request);
+        for (int n = rng_int(&r, 4); n > 0; n--)
+            if (recv(fd, scratch, sizeof(scratch), 0) <= 0)
+                break;
+        close(fd);
+    }
+    return NULL;
+}
+
+static void test_steps_readers(void)
+{
+    struct server *s = server_start(NULL);
+    static struct steps steps;
+    struct steps_record record = {.n_tokens = 3, .n_pieces = 1, .pieces = {{.id = "x"}}};
+    pthread_t threads[READERS];
+    struct reader readers[READERS];
+    steps_init(&steps);
+    steps_readers_init(&s->api.readers);
+    s->api.steps = &steps;
+    steps_set_listener(&steps, api_steps_notify, &s->api);
+    for (int i = 0; i < READERS; i++) {
+        readers[i] = (struct reader){s, 4711 + (uint64_t)i};
+        pthread_create(&threads[i], NULL, reader_main, &readers[i]);
+    }
+    for (int i = 0; i < 4000; i++) {
+        record.number = i;
+        steps_add(&steps, &record);
+        if (i % 16 == 0)
+            client_sleep_ms(1);
+    }
+    for (int i = 0; i < READERS; i++)
+        pthread_join(threads[i], NULL);
+    steps_add(&steps, &record);
+    bool have_gone = false;
+    for (int i = 0; i < 10 && !have_gone; i++)
+        have_gone = becomes(&s->metrics.connections, 0);
+    CHECK(have_gone, "%d readers came and went", READERS * READS);
+    /* A worker takes a reader out a moment after its connection has ended. */
+    bool is_empty = false;
+    for (int i = 0; i < 5000 && !is_empty; i++) {
+        pthread_mutex_lock(&s->api.readers.lock);
+        is_empty = s->api.readers.first == NULL;
+        pthread_mutex_unlock(&s->api.readers.lock);
+        client_sleep_ms(1);
+    }
+    CHECK(is_empty, "the list is empty");
+    int fd = client_connect(s->address);
+    client_sends(fd, "GET /v1/steps HTTP/1.1\r\nHost: t\r\n\r\n");
+    static char text[1 << 20];
+    ssize_t len = recv(fd, text, 1, 0), n;
+    CHECK(len == 1, "one more is served");
+    api_steps_close(&s->api);
+    while (len > 0 && (len < 5 || memcmp(text + len - 5, "0\r\n\r\n", 5) != 0) &&
+           (n = recv(fd, text + len, sizeof(text) - (size_t)len, 0)) > 0)
+        len += n;
+    CHECK(len > 5 && memcmp(text + len - 5, "0\r\n\r\n", 5) == 0, "its stream ends whole");
+    close(fd);
+    CHECK(becomes(&s->metrics.connections, 0), "and let go");
+    server_stop(s);
+    steps_fini(&steps);
+}
+
 int main(void)
 {
     signal(SIGPIPE, SIG_IGN);
@@ -209,7 +315,9 @@ int main(void)
     test_stream();
     test_stream_fails();
     test_stream_hangup();
+    test_stream_hangup_behind();
     test_ping();
     test_stream_close();
+    test_steps_readers();
     return tap_done();
 }
