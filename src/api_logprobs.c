@@ -4,6 +4,8 @@
 
 #include "backend.h"
 
+enum { BYTES_A_ROW = 64, BYTES_A_CANDIDATE = 26 };
+
 void text_offsets_init(struct text_offsets *o, const struct tokenizer *t, bool skip_special)
 {
     memset(o, 0, sizeof(*o));
@@ -29,7 +31,10 @@ static void count_chars(struct text_offsets *o)
 static int64_t next_offset(struct text_offsets *o, int32_t id)
 {
     int64_t at = o->n_chars;
-    if (o->tokenizer) {
+    int32_t n_chars = o->tokenizer ? tokenizer_stream_skip(&o->stream, id) : 0;
+    if (n_chars >= 0) {
+        o->n_chars += n_chars;
+    } else {
         tokenizer_stream_push(&o->stream, id, &o->scratch);
         count_chars(o);
     }
@@ -178,6 +183,8 @@ static void write_top(const struct api *a, struct buf *b, const struct request *
 void write_logprobs(const struct api *a, struct buf *b, const struct request *r, int32_t from,
                     int32_t to, const struct row_style *s, struct text_offsets *o)
 {
+    /* What rows take, about: to grow on the way is to copy. */
+    buf_reserve(b, (size_t)(to - from) * (size_t)(BYTES_A_ROW + BYTES_A_CANDIDATE * s->n_top));
     buf_adds(b, "{\"text_offset\": [");
     for (int32_t t = from; t < to; t++) {
         if (t > from)

@@ -43,24 +43,6 @@ int buf_reserve(struct buf *b, size_t extra_bytes)
     return 0;
 }
 
-void buf_add(struct buf *b, const void *data, size_t len)
-{
-    if (len == 0 || buf_reserve(b, len) != 0)
-        return;
-    memcpy(b->data + b->len, data, len);
-    b->len += len;
-}
-
-void buf_adds(struct buf *b, const char *s)
-{
-    buf_add(b, s, strlen(s));
-}
-
-void buf_addc(struct buf *b, char c)
-{
-    buf_add(b, &c, 1);
-}
-
 void buf_printf(struct buf *b, const char *fmt, ...)
 {
     va_list ap;
@@ -126,55 +108,77 @@ void buf_json_string(struct buf *b, const char *s, size_t len)
     buf_addc(b, '"');
 }
 
+/* Two digits at once. */
+static void add_pair(char *out, uint32_t n)
+{
+    static const char pairs[] = "00010203040506070809101112131415161718192021222324252627282930"
+                                "31323334353637383940414243444546474849505152535455565758596061"
+                                "62636465666768697071727374757677787980818283848586878889909192"
+                                "93949596979899";
+    memcpy(out, pairs + 2 * (size_t)n, 2);
+}
+
 /* %.9g for 1e-4 <= x < 1e9, the common case of answers with a million logprobs. With 24 bits in
  * x and at most 28 in 5^12, x * 10^12 is exact in a double, so rounding it once to nine digits
  * gives the digits that printf gives. Returns the length. */
-static int format_f32(float x, char *out)
+static size_t format_f32(float x, char *out)
 {
     static const double tens[] = {1e0, 1e1, 1e2, 1e3,  1e4,  1e5, 1e6,
                                   1e7, 1e8, 1e9, 1e10, 1e11, 1e12};
-    int n_decimals = 12;
-    while (n_decimals > 0 && (double)x * tens[n_decimals] >= 1e9)
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof(bits));
+    /* 1233 / 4096 is log10(2): of the decimals that leave nine digits, or one more. */
+    int n_decimals = 8 - (((int)(bits >> 23) - 127) * 1233 >> 12);
+    n_decimals = n_decimals < 12 ? n_decimals : 12;
+    if ((double)x * tens[n_decimals] >= 1e9)
         n_decimals--;
-    int64_t digits = llrint((double)x * tens[n_decimals]);
-    /* Rounding up to a tenth digit: 9.99..: one decimal less, and it ends in 0. */
-    if (digits >= 1000000000 && n_decimals > 0) {
-        digits /= 10;
+    /* Rounds to even: the last bit of the sum is worth 1. */
+    double rounded = (double)x * tens[n_decimals] + 0x1.8p52;
+    uint64_t sum;
+    memcpy(&sum, &rounded, sizeof(sum));
+    uint32_t digits = (uint32_t)sum;
+    /* Rounded up to a tenth digit. */
+    if (digits == 1000000000) {
+        digits = 100000000;
         n_decimals--;
     }
-    while (n_decimals > 0 && digits % 10 == 0) {
-        digits /= 10;
-        n_decimals--;
+    char nine[9];
+    uint32_t high = digits / 10000, low = digits % 10000;
+    nine[0] = (char)('0' + high / 10000);
+    add_pair(nine + 1, high % 10000 / 100);
+    add_pair(nine + 3, high % 100);
+    add_pair(nine + 5, low / 100);
+    add_pair(nine + 7, low % 100);
+    int n = 9, n_whole = 9 - n_decimals;
+    while (nine[n - 1] == '0')
+        n--;
+    if (n_whole <= 0) {
+        memcpy(out, "0.000", 5);
+        memcpy(out + 2 - n_whole, nine, 9);
+        return (size_t)(2 - n_whole + n);
     }
-    char text[16];
-    int n = 0;
-    /* At least one digit before the point. */
-    while (digits > 0 || n <= n_decimals) {
-        text[n++] = (char)('0' + digits % 10);
-        digits /= 10;
-    }
-    int len = 0;
-    while (n > 0) {
-        out[len++] = text[--n];
-        if (n == n_decimals && n > 0)
-            out[len++] = '.';
-    }
-    return len;
+    memcpy(out, nine, 9);
+    if (n <= n_whole)
+        return (size_t)n_whole;
+    memmove(out + n_whole + 1, out + n_whole, (size_t)n_decimals);
+    out[n_whole] = '.';
+    return (size_t)n + 1;
 }
 
 void buf_json_f32(struct buf *b, float x)
 {
-    char text[32];
+    enum { LONGEST = 32 };
     float size = fabsf(x);
     if (!isfinite(x)) {
         buf_adds(b, "null");
-    } else if ((double)size >= 1e-4 && (double)size < 1e9) {
-        text[0] = '-';
-        int n = format_f32(size, text + 1);
-        buf_add(b, x < 0 ? text : text + 1, (size_t)(x < 0 ? n + 1 : n));
-    } else {
-        int n = snprintf(text, sizeof(text), "%.9g", (double)x);
-        buf_add(b, text, (size_t)n);
+    } else if (buf_reserve(b, LONGEST) == 0) {
+        char *out = b->data + b->len;
+        if ((double)size >= 1e-4 && (double)size < 1e9) {
+            *out = '-';
+            b->len += format_f32(size, out + (x < 0)) + (x < 0);
+        } else {
+            b->len += (size_t)snprintf(out, LONGEST, "%.9g", (double)x);
+        }
     }
 }
 

@@ -8,6 +8,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 struct buf {
     char *data; /* NULL when empty; not NUL-terminated unless buf_cstr was called */
@@ -21,9 +22,23 @@ void buf_fini(struct buf *b);
 
 /* Makes room for extra more bytes. Returns 0 or ERR_NOMEM. */
 int buf_reserve(struct buf *b, size_t extra_bytes);
-void buf_add(struct buf *b, const void *data, size_t len);
-void buf_adds(struct buf *b, const char *s);
-void buf_addc(struct buf *b, char c);
+/* Inline, as buf_adds and buf_addc: an answer with a million numbers is made of little pieces, most
+ * of them constants whose length the compiler knows. */
+static inline void buf_add(struct buf *b, const void *data, size_t len)
+{
+    if (len == 0 || (len > b->cap - b->len && buf_reserve(b, len) != 0) || b->failed)
+        return;
+    memcpy(b->data + b->len, data, len);
+    b->len += len;
+}
+static inline void buf_adds(struct buf *b, const char *s)
+{
+    buf_add(b, s, strlen(s));
+}
+static inline void buf_addc(struct buf *b, char c)
+{
+    buf_add(b, &c, 1);
+}
 void buf_printf(struct buf *b, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 /* Terminates with NUL (not counted in len) and returns data, or NULL when failed. */
 const char *buf_cstr(struct buf *b);

@@ -72,6 +72,9 @@ void tokenizer_stream_init(struct tokenizer_stream *s, const struct tokenizer *t
  * end that a later id may complete to a character. Bytes of no character are U+FFFD, one for
  * each maximal subpart. Ids without a token add nothing. */
 void tokenizer_stream_push(struct tokenizer_stream *s, int32_t id, struct buf *out);
+/* The same for one who only counts: pushes id and returns how many characters of text that is, or -1,
+ * and then nothing was pushed, when that needs its bytes. */
+int32_t tokenizer_stream_skip(struct tokenizer_stream *s, int32_t id);
 /* No id follows: appends U+FFFD for a cut character. s is as after init. */
 void tokenizer_stream_finish(struct tokenizer_stream *s, struct buf *out);
 

@@ -1,5 +1,6 @@
 /* Ids to text: the bytes of all tokens, joined, then decoded as UTF-8. Tokens end inside
  * characters, so a token has no text of its own in general. */
+#include <stdlib.h>
 #include <string.h>
 
 #include "tokenizer_internal.h"
@@ -28,19 +29,9 @@ bool tokenizer_is_special(const struct tokenizer *t, int32_t id)
     return flags_of(t, id) & TOKEN_SPECIAL;
 }
 
-bool tokenizer_json_token(const struct tokenizer *t, int32_t id, struct buf *out)
+/* Bytes of no character as U+FFFD. */
+static void write_lossy(struct buf *out, const char *bytes, size_t len)
 {
-    size_t len;
-    const char *bytes = tokenizer_token_bytes(t, id, &len);
-
-    if (!bytes) {
-        buf_adds(out, "\"\"");
-        return true;
-    }
-    if (flags_of(t, id) & TOKEN_UTF8) {
-        buf_json_string(out, bytes, len);
-        return true;
-    }
     struct utf8_lossy lossy = {0};
     struct buf text;
     buf_init(&text);
@@ -49,7 +40,54 @@ bool tokenizer_json_token(const struct tokenizer *t, int32_t id, struct buf *out
     buf_json_string(out, text.data, text.len);
     out->failed |= text.failed;
     buf_fini(&text);
-    return false;
+}
+
+static uint8_t count_chars(const char *bytes, size_t len)
+{
+    size_t n = 0;
+    for (size_t i = 0; i < len; i++)
+        n += ((unsigned char)bytes[i] & 0xc0) != 0x80;
+    return n < TOKEN_MANY_CHARS ? (uint8_t)n : TOKEN_MANY_CHARS;
+}
+
+int tokenizer_write_tokens(struct token_table *table)
+{
+    struct buf json;
+    size_t n_bytes;
+    buf_init(&json);
+    table->json_offsets = malloc(((size_t)table->n + 1) * sizeof(*table->json_offsets));
+    table->n_chars = calloc((size_t)table->n, 1);
+    if (!table->json_offsets || !table->n_chars)
+        return ERR_NOMEM;
+    for (int32_t id = 0; id < table->n; id++) {
+        const char *bytes = table->bytes + table->offsets[id];
+        size_t len = table->offsets[id + 1] - table->offsets[id];
+        table->json_offsets[id] = (uint32_t)json.len;
+        table->n_chars[id] = count_chars(bytes, len);
+        if (!(table->flags[id] & TOKEN_EXISTS))
+            buf_adds(&json, "\"\"");
+        else if (table->flags[id] & TOKEN_UTF8)
+            buf_json_string(&json, bytes, len);
+        else
+            write_lossy(&json, bytes, len);
+    }
+    /* tokenizer.json is far below 2^32 / 6 bytes, of which none becomes more than six. */
+    table->json_offsets[table->n] = (uint32_t)json.len;
+    bool failed = json.failed;
+    table->json = buf_take(&json, &n_bytes);
+    return failed ? ERR_NOMEM : 0;
+}
+
+bool tokenizer_json_token(const struct tokenizer *t, int32_t id, struct buf *out)
+{
+    uint8_t flags = flags_of(t, id);
+    if (!(flags & TOKEN_EXISTS)) {
+        buf_adds(out, "\"\"");
+        return true;
+    }
+    uint32_t at = t->tokens.json_offsets[id];
+    buf_add(out, t->tokens.json + at, t->tokens.json_offsets[id + 1] - at);
+    return flags & TOKEN_UTF8;
 }
 
 void tokenizer_json_spelling(const struct tokenizer *t, int32_t id, struct buf *out)
@@ -86,6 +124,15 @@ void tokenizer_stream_push(struct tokenizer_stream *s, int32_t id, struct buf *o
     if (s->skip_special && tokenizer_is_special(s->tokenizer, id))
         return;
     utf8_lossy_add(&s->lossy, bytes, len, out);
+}
+
+int32_t tokenizer_stream_skip(struct tokenizer_stream *s, int32_t id)
+{
+    uint8_t flags = flags_of(s->tokenizer, id);
+    if (s->lossy.n_held > 0 || !(flags & TOKEN_UTF8) ||
+        s->tokenizer->tokens.n_chars[id] == TOKEN_MANY_CHARS)
+        return -1;
+    return s->skip_special && (flags & TOKEN_SPECIAL) ? 0 : s->tokenizer->tokens.n_chars[id];
 }
 
 void tokenizer_stream_finish(struct tokenizer_stream *s, struct buf *out)

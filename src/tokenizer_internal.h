@@ -111,7 +111,14 @@ struct token_table {
     uint32_t *offsets; /* [n + 1] */
     char *bytes;       /* token id is bytes[offsets[id]] up to bytes[offsets[id + 1]] */
     uint8_t *flags;    /* [n] TOKEN_* */
+    /* How answers write them: token id is json[json_offsets[id]] up to json[json_offsets[id + 1]],
+     * quotes included, "" for an id without a token. */
+    uint32_t *json_offsets; /* [n + 1] */
+    char *json;
+    uint8_t *n_chars; /* [n] of a token with TOKEN_UTF8; TOKEN_MANY_CHARS: so many or more */
 };
+
+enum { TOKEN_MANY_CHARS = 255 };
 
 enum {
     TOKEN_EXISTS = 1,
@@ -119,6 +126,9 @@ enum {
     TOKEN_ALPHABET = 4, /* spelt in the byte alphabet, else its bytes are its spelling */
     TOKEN_UTF8 = 8      /* its bytes are well-formed UTF-8 by themselves */
 };
+
+/* Fills json, json_offsets and n_chars from the rest (tokenizer_decode.c). Returns 0 or ERR_NOMEM. */
+int tokenizer_write_tokens(struct token_table *table);
 
 /* Open addressing with linear probes, at most half full. */
 struct hash_table {

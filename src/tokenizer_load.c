@@ -250,7 +250,7 @@ static int build_tokens(struct loader *l)
         n += len;
     }
     table->offsets[l->n_ids] = (uint32_t)n;
-    return 0;
+    return tokenizer_write_tokens(table);
 }
 
 /* ---- model.merges */
@@ -462,5 +462,8 @@ void tokenizer_free(struct tokenizer *t)
     free(t->tokens.offsets);
     free(t->tokens.bytes);
     free(t->tokens.flags);
+    free(t->tokens.json_offsets);
+    free(t->tokens.json);
+    free(t->tokens.n_chars);
     free(t);
 }
