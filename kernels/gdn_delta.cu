@@ -79,6 +79,10 @@ __device__ static inline void prep_unit(const struct k_gdn_delta *a, struct prep
                                         bool beside, int t, int barrier)
 {
     int kh = (int)(unit % a->d.HV) / (a->d.HV / a->d.H), n = at->n;
+    if (n <= 0) { /* of a chunk beyond the batch's: no chain takes its flags back */
+        *at = prep_locate(a, next_unit);
+        return;
+    }
     int64_t row = (int64_t)a->d.H * GDN_D, first = at->tok * row + kh * GDN_D;
     load_rows<2>(smem_addr(s->K), (const bf16 *)a->k + first, row, n, t);
     load_rows<2>(smem_addr(s->Q), (const bf16 *)a->q + first, row, n, t);
@@ -274,6 +278,8 @@ __global__ static void __launch_bounds__(GDN_THREADS) gdn_chain_kernel(struct k_
     float *pool = a.S + ((int64_t)a.b.slots[seq] * a.d.HV + h) * GDN_D * GDN_D +
                   (half * 64 + warp * 16 + (lane >> 2)) * GDN_D + 2 * (lane & 3);
     bool fresh = a.b.start[seq] == 0;
+    if (n_chunks == 0 && !fresh)
+        return;
     float S[16][4];
 #pragma unroll
     for (int nt = 0; nt < 16; nt++) {

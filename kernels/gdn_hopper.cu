@@ -439,6 +439,8 @@ __global__ static void __launch_bounds__(HOPPER_THREADS, 1)
     int warp = threadIdx.x >> 5, half = blockIdx.x & 1;
     struct hopper_ctx c = hopper_context(&a, a.b.seq_order[(blockIdx.x >> 1) / a.d.HV],
                                          (blockIdx.x >> 1) % a.d.HV);
+    if (c.n_chunks == 0 && !c.fresh)
+        return;
     if (threadIdx.x == 0) {
         barriers_init(s);
         mbar_init(&s->sb_full, 128);
@@ -543,6 +545,8 @@ __global__ static void __launch_bounds__(HOPPER_THREADS, 1)
     int group = threadIdx.x >> 7, t = threadIdx.x & 127;
     struct hopper_ctx c =
         hopper_context(&a, a.b.seq_order[blockIdx.x / a.d.HV], blockIdx.x % a.d.HV);
+    if (c.n_chunks == 0 && !c.fresh)
+        return;
     if (threadIdx.x == 0)
         barriers_init(s);
     __syncthreads();

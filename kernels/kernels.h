@@ -33,7 +33,10 @@ struct k_device {
 
 cudaError_t k_device_query(int32_t device, struct k_device *out);
 
-/* The packed step as kernels see it; device pointers, counts are host values. */
+/* The packed step as kernels see it; device pointers, counts are host values. n_tokens, n_chunks
+ * and max_len may be larger than the batch's own: entries of the map beyond its chunks count on
+ * past the end of the last sequence, and what belongs to them is neither read nor written. Empty
+ * sequences with start not 0 leave their slot alone and may share it. */
 struct k_batch {
     int32_t n_tokens;          /* T */
     int32_t n_seqs;            /* N, 0..K_MAX_SEQS; empty sequences are allowed */
@@ -222,7 +225,8 @@ cudaError_t k_moe_route(const struct k_moe_route *a, cudaStream_t stream);
  * one expert, of which the second may be empty. */
 struct k_moe_list {
     int32_t n_rows, top_k, E;
-    int32_t max_tiles; /* the most there can be; sizes the grids */
+    const int32_t *n_live; /* device: the rows that count, at most n_rows; NULL: all */
+    int32_t max_tiles;     /* the most there can be; sizes the grids */
     int32_t *first;    /* [E + 1] first place of each expert */
     int32_t *rows;     /* [n_rows * top_k] row of each place */
     int32_t *place;    /* [n_rows, top_k] place of each choice */
@@ -231,7 +235,8 @@ struct k_moe_list {
     int32_t *counts;   /* private */
 };
 
-/* Workspace of a list, and the list laid out in such a workspace (nothing is launched). */
+/* Workspace of a list, and the list laid out in such a workspace (nothing is launched; n_live is
+ * NULL). */
 size_t k_moe_list_bytes(int64_t n_rows, int32_t top_k, int32_t E);
 void k_moe_list_make(struct k_moe_list *list, void *work, int32_t n_rows, int32_t top_k,
                      int32_t E);

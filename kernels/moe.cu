@@ -99,6 +99,11 @@ enum {
     SORT_PLACES = SORT_WARPS * WARP_PLACES
 };
 
+__device__ static inline int64_t live_rows(const struct k_moe_list *l)
+{
+    return l->n_live ? *l->n_live : l->n_rows;
+}
+
 /* counts[block, e] */
 __global__ static void __launch_bounds__(SORT_THREADS) count_kernel(struct k_moe_sort a)
 {
@@ -106,7 +111,7 @@ __global__ static void __launch_bounds__(SORT_THREADS) count_kernel(struct k_moe
     for (int e = threadIdx.x; e < a.list.E; e += SORT_THREADS)
         n[e] = 0;
     __syncthreads();
-    int64_t n_places = (int64_t)a.list.n_rows * a.list.top_k;
+    int64_t n_places = live_rows(&a.list) * a.list.top_k;
     int64_t i = (int64_t)blockIdx.x * SORT_PLACES + threadIdx.x;
 #pragma unroll
     for (int j = 0; j < SORT_PLACES / SORT_THREADS; j++, i += SORT_THREADS)
@@ -182,7 +187,7 @@ __global__ static void __launch_bounds__(SORT_THREADS) place_kernel(struct k_moe
 {
     __shared__ int32_t next[SORT_WARPS][K_MOE_MAX_EXPERTS]; /* place of a warp's next row */
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, E = a.list.E;
-    int64_t n_places = (int64_t)a.list.n_rows * a.list.top_k;
+    int64_t n_places = live_rows(&a.list) * a.list.top_k;
     int64_t i0 = (int64_t)blockIdx.x * SORT_PLACES + warp * WARP_PLACES + lane;
     int id[WARP_PLACES / 32];
 #pragma unroll
@@ -250,6 +255,8 @@ __global__ static void __launch_bounds__(COMBINE_THREADS) combine_kernel(struct 
 {
     int64_t row = blockIdx.x;
     int top_k = a.list.top_k;
+    if (row >= live_rows(&a.list))
+        return;
     const int32_t *place = a.list.place + row * top_k;
     const float *weights = a.weights + row * top_k;
     float gate = a.shared ? 1.0f / (1.0f + expf(-gate_dot(&a, row))) : 0;
@@ -324,6 +331,7 @@ extern "C" void k_moe_list_make(struct k_moe_list *list, void *work, int32_t n_r
     list->n_rows = n_rows;
     list->top_k = top_k;
     list->E = E;
+    list->n_live = NULL;
     list->max_tiles = (int32_t)max_tiles(n_rows, top_k, E);
     list->first = (int32_t *)(base + at.first);
     list->rows = (int32_t *)(base + at.rows);

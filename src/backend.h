@@ -129,6 +129,9 @@ struct batch_host {
     const int32_t *rows, *targets, *row_top;
     int32_t n_samples;
     const struct row_sample *samples;
+    bool may_pad; /* the counts of the batch may be rounded up (not n_rows): buffers of the
+                     caller have room for the limits' max_tokens, and what is computed in rows
+                     beyond n_tokens means nothing */
 };
 
 /* What the head gives for one row. Unused candidates have id -1. */
@@ -332,10 +335,11 @@ struct step_span {
 
 /* How a step ran, on the device's clock. */
 struct step_times {
-    float gap_us;    /* the device idle before it, since the step before it ended; negative: it
+    float gap_us;     /* the device idle before it, since the step before it ended; negative: it
                         was launched after that, so idling was not the backend's doing */
-    float device_us; /* from the begin of its first operation to the end of its last */
-    int32_t n_spans; /* while tracing: its operations in order, back to back */
+    float device_us;  /* from the begin of its first operation to the end of its last */
+    bool is_replayed; /* its layers were enqueued at once, as recorded */
+    int32_t n_spans;  /* while tracing: its operations in order, back to back */
     const struct step_span *spans; /* borrowed until the next step_done */
 };
 
@@ -385,6 +389,14 @@ struct backend_ops {
      * done. */
     int (*step_begin)(struct backend *b, const struct batch_host *h, struct batch *out);
     void (*chunk_map)(struct backend *b, struct batch *batch);
+    /* Enqueuing all layers at once, for a step begun with may_pad. replay: true when the layers
+     * (embed to the last sum) were enqueued as recorded for an earlier step; else the caller
+     * enqueues them, and calls record_begin. When that is true it enqueues them once more, to
+     * be recorded and not run, and calls record_end with whether it did so to the end. NULL:
+     * the backend replays nothing. */
+    bool (*replay)(struct backend *b);
+    bool (*record_begin)(struct backend *b);
+    void (*record_end)(struct backend *b, bool is_whole);
     /* Ends it: enqueues the copy of R results to host memory. */
     int (*step_end)(struct backend *b, const struct batch *batch, const struct row_result *src,
                     struct row_result *dst_host);

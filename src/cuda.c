@@ -19,6 +19,10 @@ void cuda_note(struct backend *b, const char *what, cudaError_t error)
     struct cuda_impl *impl = cuda_impl_of(b);
     if (error == cudaSuccess || impl->error != cudaSuccess)
         return;
+    if (impl->is_recording) {
+        impl->is_record_bad = true;
+        return;
+    }
     impl->error = error;
     snprintf(impl->why, sizeof(impl->why), "%s: %s", what, cudaGetErrorString(error));
     b->lost = impl->why;
@@ -234,6 +238,9 @@ const struct backend_ops backend_cuda_ops = {
     .workspace_make = cuda_workspace_make,
     .step_begin = cuda_step_begin,
     .chunk_map = cuda_chunk_map,
+    .replay = cuda_replay,
+    .record_begin = cuda_record_begin,
+    .record_end = cuda_record_end,
     .step_end = cuda_step_end,
     .step_done = cuda_step_done,
     .step_times = cuda_step_times,

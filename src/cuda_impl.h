@@ -58,6 +58,22 @@ struct cuda_weight {
  * begun anew before the step after it has ended, and its end still counts then. */
 enum { TRACE_SPANS = 2048, CUDA_ENDS = 3 };
 
+/* Counts that size a step's grids and place its metadata. */
+struct cuda_shape {
+    int32_t n_tokens, n_seqs, n_chunks, max_len, max_pages;
+};
+
+/* Shapes that are remembered, recorded or not; well over CUDA_STEPS. */
+enum { CUDA_GRAPHS = 64 };
+
+/* A shape of step and its recorded launches, one for each entry of the ring (cuda_graph.c). */
+struct cuda_graph {
+    struct cuda_shape shape; /* rounded up */
+    cudaGraphExec_t exec[CUDA_STEPS];
+    int64_t n_seen, last_seen; /* last_seen: in cuda_impl's n_seen; 0: the entry is free */
+    bool is_bad;               /* could not be recorded: never again */
+};
+
 struct cuda_step {
     char *host;                 /* pinned: the packed metadata */
     char *dev;                  /* its copy, and behind it the chunk map */
@@ -68,12 +84,15 @@ struct cuda_step {
     bool is_ended; /* step_end was called */
     bool follows;  /* launched while the step before it ran */
     bool is_traced;
-    cudaEvent_t copied_in;   /* the metadata is there */
-    cudaEvent_t begun;       /* with the time, as the ends */
-    cudaEvent_t copied_out;  /* the results are on the host */
-    cudaEvent_t *marks;      /* [TRACE_SPANS + 1], once tracing was on */
-    struct step_span *spans; /* [TRACE_SPANS], from marks[i] to marks[i + 1] */
-    int64_t marked_ns;       /* host time behind the latest mark */
+    bool is_replayed;
+    struct cuda_graph *graph; /* its counts are rounded up, to be replayed; or NULL */
+    const int32_t *n_live;    /* device: the tokens it has, where graph; else NULL */
+    cudaEvent_t copied_in;    /* the metadata is there */
+    cudaEvent_t begun;        /* with the time, as the ends */
+    cudaEvent_t copied_out;   /* the results are on the host */
+    cudaEvent_t *marks;       /* [TRACE_SPANS + 1], once tracing was on */
+    struct step_span *spans;  /* [TRACE_SPANS], from marks[i] to marks[i + 1] */
+    int64_t marked_ns;        /* host time behind the latest mark */
     int32_t n_spans;
 };
 
@@ -103,8 +122,12 @@ struct cuda_impl {
     int32_t i_end;
     struct step_times times; /* of the step that step_done gave last */
     bool is_tracing;
-    void *gdn_work; /* private to k_gdn_delta from call to call */
-    char *work;     /* free for use inside one operation */
+    struct cuda_graph graphs[CUDA_GRAPHS];
+    int64_t n_seen;     /* steps looked up in graphs */
+    bool is_recording;  /* launches are recorded, not run */
+    bool is_record_bad; /* one of them failed */
+    void *gdn_work;     /* private to k_gdn_delta from call to call */
+    char *work;         /* free for use inside one operation */
     size_t work_bytes;
     struct cuda_block *blocks; /* allocations that had to be shifted to CUDA_ALIGN */
     int32_t n_blocks, blocks_cap;
@@ -193,6 +216,17 @@ struct k_batch cuda_batch(const struct batch *b);
 void cuda_mark(struct backend *b, const char *name);
 /* The step being launched. */
 struct cuda_step *cuda_newest(struct backend *b);
+
+/* ---- cuda_graph.c ---- */
+/* Rounds counts up to those that are recorded, within the limits. */
+void cuda_shape_round(const struct backend_limits *l, struct cuda_shape *s);
+/* Notes that a step of this shape came. With a record, or when one is to be made: rounds *shape
+ * up and returns its entry; else NULL. Launch order. */
+struct cuda_graph *cuda_graph_find(struct backend *b, struct cuda_shape *shape);
+void cuda_graphs_free(struct backend *b);
+bool cuda_replay(struct backend *b);
+bool cuda_record_begin(struct backend *b);
+void cuda_record_end(struct backend *b, bool is_whole);
 
 /* ---- cuda_ops.c ---- */
 /* Rows of the head's logits block, and the workspace that operations share. */

@@ -233,6 +233,8 @@ void cuda_moe_experts(struct backend *b, const struct op_moe_experts *a)
     char *act = impl->work + part(k_moe_list_bytes(a->n_rows, a->top_k, E));
     char *down = act + part(places * (size_t)a->down->cols * 2);
     k_moe_list_make(&sort.list, impl->work, a->n_rows, a->top_k, E);
+    if (impl->n_flights)
+        sort.list.n_live = cuda_newest(b)->n_live;
     cuda_note(b, "moe_sort", k_moe_sort(&sort, impl->stream));
     cuda_mark(b, "moe_sort");
     moe_gemm(b, &sort.list, a->gate_up, true, a->h, act);

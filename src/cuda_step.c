@@ -88,6 +88,7 @@ void cuda_workspace_free(struct backend *b)
     struct cuda_impl *impl = cuda_impl_of(b);
     for (int i = 0; i < CUDA_STEPS; i++)
         step_free(b, &impl->ring[i]);
+    cuda_graphs_free(b);
     cuda_free(b, impl->gdn_work);
     cuda_free(b, impl->work);
     impl->gdn_work = NULL;
@@ -166,32 +167,48 @@ struct cuda_step *cuda_newest(struct backend *b)
     return &impl->ring[(impl->i_oldest + impl->n_flights - 1) % CUDA_STEPS];
 }
 
-/* Copies n ints behind what was packed; returns where they will lie on the device. */
-static const int32_t *pack(const struct cuda_step *s, size_t *at, const int32_t *src, size_t n)
+/* Copies n ints behind what was packed, and up to n_padded of `pad`; returns where they will
+ * lie on the device. */
+static const int32_t *pack(const struct cuda_step *s, size_t *at, const int32_t *src, size_t n,
+                           size_t n_padded, int32_t pad)
 {
     const int32_t *there = (const int32_t *)(s->dev + *at);
+    int32_t *to = (int32_t *)(s->host + *at);
     if (n > 0)
-        memcpy(s->host + *at, src, n * sizeof(int32_t));
-    *at += ints(n);
+        memcpy(to, src, n * sizeof(*to));
+    for (size_t i = n; i < n_padded; i++)
+        to[i] = pad;
+    *at += ints(n_padded);
     return there;
 }
 
-/* The page table without the columns that no sequence has. Returns the row length. */
-static int32_t pack_pages(const struct cuda_impl *impl, const struct cuda_step *s, size_t *at,
-                          const struct batch_host *h)
+/* Columns of the page table that some sequence has. */
+static int32_t widest(const struct cuda_impl *impl, const struct batch_host *h)
 {
-    int32_t most = impl->page_tokens ? 0 : h->max_pages;
-    for (int32_t i = 0; i < h->n_seqs && impl->page_tokens; i++) {
+    int32_t most = 0;
+    if (!h->page_table)
+        return 0;
+    if (!impl->page_tokens)
+        return h->max_pages;
+    for (int32_t i = 0; i < h->n_seqs; i++) {
         int32_t end = h->start[i] + h->cu_seqlens[i + 1] - h->cu_seqlens[i];
         int32_t n = (end + impl->page_tokens - 1) / impl->page_tokens;
         most = n > most ? n : most;
     }
-    int32_t *to = (int32_t *)(s->host + *at);
-    for (int32_t i = 0; i < h->n_seqs; i++)
-        memcpy(to + (size_t)i * (size_t)most, h->page_table + (size_t)i * (size_t)h->max_pages,
-               (size_t)most * sizeof(int32_t));
-    *at += ints((size_t)h->n_seqs * (size_t)most);
     return most;
+}
+
+/* The page table in rows of `width`; of a row longer than the source's, the rest is not set:
+ * nothing reads it. */
+static void pack_pages(const struct cuda_step *s, size_t *at, const struct batch_host *h,
+                       int32_t n_seqs, int32_t width)
+{
+    int32_t n = width < h->max_pages ? width : h->max_pages;
+    int32_t *to = (int32_t *)(s->host + *at);
+    for (int32_t i = 0; i < h->n_seqs && n > 0; i++)
+        memcpy(to + (size_t)i * (size_t)width, h->page_table + (size_t)i * (size_t)h->max_pages,
+               (size_t)n * sizeof(int32_t));
+    *at += ints((size_t)n_seqs * (size_t)width);
 }
 
 /* The samples with their adjustments in one array behind them. */
@@ -229,27 +246,32 @@ static bool samples_fit(const struct batch_host *h, const struct backend_limits 
     return h->n_samples <= l->max_seqs && n <= SAMPLE_MAX_ADJUST;
 }
 
+/* What the layers read comes first, at places that depend on the shape alone. */
 static size_t pack_step(struct cuda_impl *impl, const struct cuda_step *s,
-                        const struct batch_host *h, struct batch *out)
+                        const struct batch_host *h, const struct cuda_shape *shape,
+                        struct batch *out)
 {
     size_t at = 0, T = (size_t)h->n_tokens, N = (size_t)h->n_seqs, R = (size_t)h->n_rows;
-    *out = (struct batch){.n_tokens = h->n_tokens,
-                          .n_seqs = h->n_seqs,
-                          .n_chunks = h->n_chunks,
+    size_t T_padded = (size_t)shape->n_tokens, N_padded = (size_t)shape->n_seqs;
+    *out = (struct batch){.n_tokens = shape->n_tokens,
+                          .n_seqs = shape->n_seqs,
+                          .n_chunks = shape->n_chunks,
                           .n_rows = h->n_rows,
-                          .max_len = h->max_len};
-    out->tokens = pack(s, &at, h->tokens, T);
-    out->positions = pack(s, &at, h->positions, T);
-    out->cu_seqlens = pack(s, &at, h->cu_seqlens, N + 1);
-    out->start = pack(s, &at, h->start, N);
-    out->slots = pack(s, &at, h->slots, N);
-    out->rows = pack(s, &at, h->rows, R);
-    out->targets = pack(s, &at, h->targets, R);
-    out->row_top = pack(s, &at, h->row_top, R);
-    pack_samples(s, &at, h, &impl->samples[s - impl->ring]);
+                          .max_pages = shape->max_pages,
+                          .max_len = shape->max_len};
+    out->tokens = pack(s, &at, h->tokens, T, T_padded, 0);
+    out->positions = pack(s, &at, h->positions, T, T_padded, 0);
+    out->cu_seqlens = pack(s, &at, h->cu_seqlens, N + 1, N_padded + 1, h->n_tokens);
+    /* Empty sequences that are not at their start leave slot 0 alone. */
+    out->start = pack(s, &at, h->start, N, N_padded, 1);
+    out->slots = pack(s, &at, h->slots, N, N_padded, 0);
     out->page_table = (const int32_t *)(s->dev + at);
     if (h->page_table)
-        out->max_pages = pack_pages(impl, s, &at, h);
+        pack_pages(s, &at, h, shape->n_seqs, shape->max_pages);
+    out->rows = pack(s, &at, h->rows, R, R, 0);
+    out->targets = pack(s, &at, h->targets, R, R, 0);
+    out->row_top = pack(s, &at, h->row_top, R, R, 0);
+    pack_samples(s, &at, h, &impl->samples[s - impl->ring]);
     return at;
 }
 
@@ -320,8 +342,15 @@ int cuda_step_begin(struct backend *b, const struct batch_host *h, struct batch 
     s->n_spans = 0;
     s->follows = impl->n_flights > 1;
     s->is_traced = impl->is_tracing;
+    s->is_replayed = false;
+    struct cuda_shape shape = {h->n_tokens, h->n_seqs, h->n_chunks, h->max_len,
+                               widest(impl, h)};
+    /* A traced step is launched operation by operation. */
+    s->graph =
+        h->may_pad && !s->is_traced && h->n_tokens > 0 ? cuda_graph_find(b, &shape) : NULL;
     s->i_end = impl->i_end = (impl->i_end + 1) % CUDA_ENDS;
-    size_t bytes = pack_step(impl, s, h, out);
+    size_t bytes = pack_step(impl, s, h, &shape, out);
+    s->n_live = s->graph ? out->cu_seqlens + out->n_seqs : NULL;
     place_map(impl, s, out);
     cuda_note(b, "step metadata",
               cudaMemcpyAsync(s->dev, s->host, bytes, cudaMemcpyHostToDevice, impl->in));
@@ -372,6 +401,7 @@ static void measure(struct cuda_impl *impl, struct cuda_step *s)
     impl->times = (struct step_times){
         .gap_us = s->follows ? us_between(end_before, s->begun) : -1,
         .device_us = us_between(s->begun, end),
+        .is_replayed = s->is_replayed,
         .n_spans = s->n_spans,
         .spans = s->spans,
     };

@@ -320,6 +320,7 @@ static void engine_trace_step(struct engine *en, struct trace_step *t)
     struct step_times times;
     if (model_times(en->model, &times)) {
         trace_set_times(t, &times);
+        atomic_fetch_add(&en->metrics->steps_replayed, times.is_replayed);
         if (times.gap_us >= 0) {
             atomic_fetch_add(&en->metrics->gaps, 1);
             atomic_fetch_add(&en->metrics->gap_ns, (long long)(times.gap_us * 1e3f));

@@ -28,6 +28,7 @@ struct metrics {
     atomic_llong step_tokens;
     atomic_llong step_us;       /* time steps took, launch to end */
     atomic_llong gaps, gap_ns;  /* between steps, on a device that says so */
+    atomic_llong steps_replayed;
     atomic_llong prompt_tokens; /* of requests answered */
     atomic_llong new_tokens;    /* generated */
     atomic_llong nan_rows;

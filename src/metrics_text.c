@@ -167,6 +167,9 @@ void metrics_render(struct metrics *m, struct buf *out)
     single(out, "prefilld_gaps_total", "counter",
            "Steps launched while the one before ran, on a device that measures the gap.",
            atomic_load(&m->gaps));
+    single(out, "prefilld_steps_replayed_total", "counter",
+           "Steps whose layers were launched at once, as recorded for an earlier step.",
+           atomic_load(&m->steps_replayed));
     head(out, "prefilld_gap_seconds_total", "counter", "Time the device idled before those.");
     buf_printf(out, "prefilld_gap_seconds_total %.9f\n", (double)atomic_load(&m->gap_ns) / 1e9);
     single(out, "prefilld_prompt_tokens_total", "counter",

@@ -239,6 +239,8 @@ static bool model_layers(struct model *m, const struct batch *b)
     void **s = m->scratch;
     int32_t T = b->n_tokens, i_gdn = 0, i_attn = 0;
     const void *y = NULL;
+    struct op_embed embed = {.b = b, .w = &m->w.embed, .x = s[SCRATCH_X]};
+    m->b->ops->embed(m->b, &embed);
     if (m->tap)
         m->tap(m->tap_arg, 0, s[SCRATCH_X]);
     for (int32_t l = 0; l < a->n_layers; l++) {
@@ -267,16 +269,29 @@ static bool model_layers(struct model *m, const struct batch *b)
     return true;
 }
 
+/* The layers as they were recorded for a step like this, or one operation after the other. */
+static bool model_run_layers(struct model *m, const struct batch *b, bool may_replay)
+{
+    const struct backend_ops *ops = m->b->ops;
+    if (may_replay && ops->replay(m->b))
+        return true;
+    if (!model_layers(m, b))
+        return false;
+    if (may_replay && ops->record_begin(m->b))
+        ops->record_end(m->b, model_layers(m, b));
+    return true;
+}
+
 int model_launch(struct model *m, const struct batch_host *h, struct row_result *results)
 {
     const struct backend_ops *ops = m->b->ops;
+    struct batch_host host = *h;
     struct batch b;
-    int rc = ops->step_begin(m->b, h, &b);
+    host.may_pad = ops->replay && !m->tap;
+    int rc = ops->step_begin(m->b, &host, &b);
     if (rc != 0)
         return rc;
-    struct op_embed embed = {.b = &b, .w = &m->w.embed, .x = m->scratch[SCRATCH_X]};
-    ops->embed(m->b, &embed);
-    bool is_whole = model_layers(m, &b);
+    bool is_whole = model_run_layers(m, &b, host.may_pad);
     struct row_result *rows = m->scratch[SCRATCH_ROWS];
     if (is_whole && b.n_rows > 0) {
         struct op_head head = {.b = &b,

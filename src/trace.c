@@ -37,6 +37,7 @@ void trace_set_times(struct trace_step *s, const struct step_times *times)
 {
     s->gap_us = times->gap_us;
     s->device_us = times->device_us;
+    s->is_replayed = times->is_replayed;
     s->n_kinds = 0;
     for (int32_t i = 0; i < times->n_spans; i++) {
         const struct step_span *span = &times->spans[i];
@@ -110,8 +111,8 @@ static void render_step(const struct trace_step *s, struct buf *out)
     if (s->device_us < 0)
         return;
     event(out, ROW_DEVICE, "step", s->number, s->begun_us, (double)s->device_us);
-    buf_printf(out, ", \"tokens\": %d, \"pieces\": %d, \"rows\": %d", s->n_tokens, s->n_pieces,
-               s->n_rows);
+    buf_printf(out, ", \"tokens\": %d, \"pieces\": %d, \"rows\": %d, \"replayed\": %s",
+               s->n_tokens, s->n_pieces, s->n_rows, s->is_replayed ? "true" : "false");
     if (s->gap_us >= 0)
         buf_printf(out, ", \"gap_us\": %.3f", (double)s->gap_us);
     buf_adds(out, "}}");

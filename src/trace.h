@@ -31,6 +31,7 @@ struct trace_step {
     int64_t plan_us, pack_us, launch_us, launched_us, done_us, published_us;
     float gap_us;    /* as struct step_times; negative: not known */
     float device_us; /* negative: the backend runs steps while they are launched */
+    bool is_replayed;
     int32_t n_kinds; /* while operations are traced */
     struct trace_kind kinds[TRACE_KINDS];
     int64_t begun_us; /* trace_add's: on the device */

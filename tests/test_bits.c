@@ -73,6 +73,7 @@ static void make_references(const char *dir)
 
 struct count {
     int schedules, requests, cuts, differ;
+    long long steps, replayed;
 };
 
 /* One schedule: requests join at random turns, some with a companion that is cancelled. */
@@ -151,6 +152,8 @@ static void run_config(const char *dir, struct rng *rng, int n_schedules, struct
     total->schedules += n.schedules;
     total->requests += n.requests;
     total->cuts += n.cuts;
+    total->steps += atomic_load(&f.metrics.steps);
+    total->replayed += atomic_load(&f.metrics.steps_replayed);
     fixture_close(&f);
 }
 
@@ -189,8 +192,13 @@ int main(int argc, char **argv)
     for (int i = 0; i < n_configs; i++)
         run_config(dir, &rng, n_schedules, &total);
     run_control(dir);
-    printf("# %d schedules, %d requests, %d cuts compared bit by bit\n", total.schedules,
-           total.requests, total.cuts);
+    printf("# %d schedules, %d requests, %d cuts compared bit by bit; %lld of %lld steps were "
+           "replayed\n",
+           total.schedules, total.requests, total.cuts, total.replayed, total.steps);
+    /* Where steps are replayed the schedules must have met that. */
+    const char *backend = getenv("TEST_BACKEND");
+    CHECK((backend && strcmp(backend, "cuda") == 0) == (total.replayed > 0),
+          "steps are replayed on the backend that does");
     for (int i = 0; i < N_PROMPTS; i++) {
         free(refs[i].ids);
         free(refs[i].logprobs);

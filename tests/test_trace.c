@@ -128,7 +128,8 @@ Test(trace, sums_operations_by_kind)
     cr_assert(trace_init(&t) == 0);
     struct step_span spans[] = {
         {.name = "matmul", .us = 5}, {.name = "attn", .us = 7}, {.name = "matmul", .us = 6}};
-    struct step_times times = {.gap_us = -1, .device_us = 18, .n_spans = 3, .spans = spans};
+    struct step_times times = {
+        .gap_us = -1, .device_us = 18, .is_replayed = true, .n_spans = 3, .spans = spans};
     struct trace_step s = step_at(1);
     trace_set_times(&s, &times);
     trace_add(&t, &s);
@@ -136,7 +137,9 @@ Test(trace, sums_operations_by_kind)
     cr_assert(number(matmul, "dur") == 11);
     cr_assert(number(json_object_get(matmul, "args"), "calls") == 2);
     cr_assert(number(find(events, "attn", 0), "ts") == number(matmul, "ts") + 11);
-    cr_assert_null(json_object_get(json_object_get(find(events, "step", 0), "args"), "gap_us"));
+    const json_t *step = json_object_get(find(events, "step", 0), "args");
+    cr_assert(!json_object_get(step, "gap_us") &&
+              json_is_true(json_object_get(step, "replayed")));
     json_decref(events);
     trace_fini(&t);
 }

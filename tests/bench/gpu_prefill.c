@@ -1,6 +1,6 @@
 /* Prefill speed of whole models through the engine, and where the time goes.
  *
- * gpu_prefill MODEL_DIR LAYERS REPEATS [table|readback|all] NxLEN...   (8x1024: 8 of 1024)
+ * gpu_prefill MODEL_DIR LAYERS REPEATS [table|readback|direct|all] NxLEN...   (8x1024: 8 of 1024)
  *
  * Dummy weights; LAYERS 0 takes the model's own number. Each shape prints a line: wall time from
  * the first push to the last end (median), the device's time of its steps, the host's time of a
@@ -8,7 +8,8 @@
  * follows: milliseconds, bytes, FLOP and the share of the roofline by operation, from the shapes
  * alone. With `readback` the shape runs twice, as it is and with the chunk counts copied back to
  * the host in each step, as code that asks a device tensor for its list does: what that costs in
- * host time and idle device. `all` asks for every token's logprob. TEST_BACKEND picks the backend (cuda).
+ * host time and idle device. With `direct` it runs again without replaying recorded steps. `all`
+ * asks for every token's logprob. TEST_BACKEND picks the backend (cuda).
  *
  * Ceilings: ../shared/peers.md, copy 4.28 TB/s, bf16 777 TFLOP/s, one H200. */
 #include <math.h>
@@ -16,6 +17,8 @@
 
 #include "../model_fixture.h"
 
+/* A step is recorded when its shape comes for the third time, in each of two entries of a ring. */
+enum { WARM_UPS = 6 };
 enum { MAX_REPEATS = 64, MAX_STEPS = 4096, MAX_KINDS = 48 };
 
 static const double COPY_BYTES_S = 4.28e12, BF16_FLOP_S = 777e12;
@@ -29,7 +32,7 @@ struct kind {
 
 /* What the hooks saw of the steps since it was cleared. */
 struct seen {
-    int n_steps;
+    int n_steps, n_replayed;
     int64_t T; /* tokens of all steps */
     double device_us, launch_us;
     float gaps[MAX_STEPS];
@@ -118,6 +121,7 @@ static int hook_done(struct backend *b, bool wait)
     struct step_times t;
     real_ops->step_times(b, &t);
     seen.n_steps++;
+    seen.n_replayed += t.is_replayed;
     seen.device_us += (double)t.device_us;
     if (t.gap_us >= 0 && seen.n_gaps < MAX_STEPS)
         seen.gaps[seen.n_gaps++] = t.gap_us;
@@ -183,7 +187,11 @@ static void run_shape(struct fixture *f, const char *name, int32_t n, int32_t le
                       int32_t repeats)
 {
     double s[MAX_REPEATS];
-    run_once(f, n, len, 0);
+    size_t free_bytes[2], total;
+    real_ops->memory(&f->backend, &free_bytes[0], &total);
+    for (int i = 0; i < WARM_UPS; i++)
+        run_once(f, n, len, 0);
+    real_ops->memory(&f->backend, &free_bytes[1], &total);
     memset(&seen, 0, sizeof(seen));
     for (int32_t k = 0; k < repeats; k++)
         s[k] = run_once(f, n, len, k + 1);
@@ -199,6 +207,9 @@ static void run_shape(struct fixture *f, const char *name, int32_t n, int32_t le
                (double)seen.gaps[seen.n_gaps / 2],
                (double)seen.gaps[(int)((seen.n_gaps - 1) * 0.99)],
                (double)seen.gaps[seen.n_gaps - 1]);
+    if (seen.n_replayed)
+        printf("  replayed %d of %d, records take %.1f MB", seen.n_replayed, seen.n_steps,
+               ((double)free_bytes[0] - (double)free_bytes[1]) / 1e6);
     printf("\n");
     fflush(stdout);
 }
@@ -319,7 +330,8 @@ static const char *with_layers(const char *dir, int layers, char out[512])
 int main(int argc, char **argv)
 {
     if (argc < 5) {
-        fprintf(stderr, "usage: gpu_prefill MODEL_DIR LAYERS REPEATS [table] NxLEN...\n");
+        fprintf(stderr, "usage: gpu_prefill MODEL_DIR LAYERS REPEATS "
+                        "[table|readback|direct|all] NxLEN...\n");
         return 2;
     }
     char temporary[512];
@@ -345,7 +357,7 @@ int main(int argc, char **argv)
     hook(&f.backend);
     if (fixture_open_engine(&f, &c) != 0)
         return 1;
-    bool is_table = false, is_readback = false;
+    bool is_table = false, is_readback = false, is_direct = false;
     for (int i = 4; i < argc; i++) {
         int n, len;
         if (strcmp(argv[i], "table") == 0) {
@@ -360,6 +372,10 @@ int main(int argc, char **argv)
             is_readback = true;
             continue;
         }
+        if (strcmp(argv[i], "direct") == 0) {
+            is_direct = true;
+            continue;
+        }
         if (sscanf(argv[i], "%dx%d", &n, &len) != 2)
             return 2;
         run_shape(&f, argv[i], n, len, repeats);
@@ -370,7 +386,12 @@ int main(int argc, char **argv)
             run_shape(&f, "readback", n, len, repeats);
             hooked.chunk_map = real_ops->chunk_map;
         }
-        is_table = is_readback = false;
+        if (is_direct) {
+            hooked.replay = NULL;
+            run_shape(&f, "direct", n, len, repeats);
+            hooked.replay = real_ops->replay;
+        }
+        is_table = is_readback = is_direct = false;
         mode = LOGPROBS_NEXT;
     }
     f.backend.ops = real_ops;

@@ -170,8 +170,9 @@ struct batch_dev {
     struct k_batch b;
     dbuf<int32_t> cu, start, slots, seq, index, tok, first, order;
 
+    /* With more tokens and chunks than the lengths have (kernels.h, struct k_batch). */
     void make(const std::vector<int> &lens, const std::vector<int> &start_,
-              const std::vector<int> &slots_)
+              const std::vector<int> &slots_, int more_tokens = 0, int more_chunks = 0)
     {
         int n = (int)lens.size();
         std::vector<int32_t> c(n + 1, 0);
@@ -181,7 +182,8 @@ struct batch_dev {
             b.n_chunks += (lens[i] + 63) / 64;
             b.max_len = lens[i] > b.max_len ? lens[i] : b.max_len;
         }
-        b.n_tokens = c[n];
+        b.n_tokens = c[n] + more_tokens;
+        b.n_chunks += more_chunks;
         b.n_seqs = n;
         cu.make(n + 1), start.make(n + 1), slots.make(n + 1), first.make(n + 1);
         order.make(n + 1);

@@ -99,6 +99,51 @@ static void check_bits(int body, int cut)
     result(ok, "bits %s: in a batch = elsewhere, cut at %d", body_name(body), cut);
 }
 
+/* Counts rounded up: the batch without its last sequence, whose tokens stay as rows beyond the
+ * end, with empty sequences that share slot 0, chunks beyond the map's and twice on one workspace.
+ * The others keep their bits, the rows beyond and slot 0 what they held. */
+static void check_padding(int body)
+{
+    const int HV = 2, n = 3, n_empty = 3;
+    gdn_case all;
+    all.make(1, HV, {9000, 70, 65, 200}, 1, 31);
+    all.run(&dev, body);
+    size_t T = 9135, row = HV * 128, slot_n = (size_t)HV * 16384;
+    std::vector<bf16> want = all.o.get(0, T * row);
+    std::vector<float> want_s[n];
+    for (int i = 0; i < n; i++)
+        want_s[i] = all.state(i);
+
+    batch_dev padded;
+    std::vector<int> start(all.start.begin(), all.start.begin() + n);
+    std::vector<int> slot(all.slot.begin(), all.slot.begin() + n);
+    start.insert(start.end(), n_empty, 1), slot.insert(slot.end(), n_empty, 0);
+    padded.make({9000, 70, 65, 0, 0, 0}, start, slot, 200, 7);
+    all.work.make(k_gdn_delta_work_bytes(padded.b.n_chunks, HV) + 128);
+    all.work.poison();
+    CU(k_gdn_work_init(all.work.p, all.work.n, 0));
+    std::vector<float> zero = all.S.get(0, slot_n);
+    bool ok = true;
+    for (int turn = 0; turn < 2; turn++) {
+        all.o.poison();
+        for (int i = 0; i < n; i++)
+            CU(cudaMemcpy(all.S.p + slot[i] * slot_n, all.S0.p + slot[i] * slot_n, slot_n * 4,
+                          cudaMemcpyDeviceToDevice));
+        struct k_gdn_delta a = all.args(&dev, body);
+        std::vector<bf16> beyond = all.o.get(T * row, 200 * row);
+        a.b = padded.b;
+        CU(k_gdn_delta(&a, 0));
+        CU(cudaDeviceSynchronize());
+        std::vector<bf16> got = all.o.get(0, T * row), rest = all.o.get(T * row, 200 * row);
+        ok = ok && memcmp(got.data(), want.data(), want.size() * 2) == 0 &&
+             memcmp(rest.data(), beyond.data(), rest.size() * 2) == 0 &&
+             memcmp(all.S.get(0, slot_n).data(), zero.data(), slot_n * 4) == 0;
+        for (int i = 0; i < n; i++)
+            ok = ok && memcmp(all.state(i).data(), want_s[i].data(), slot_n * 4) == 0;
+    }
+    result(ok, "padding %s: counts rounded up change nothing", body_name(body));
+}
+
 /* NaN in one request must not reach its neighbours. */
 static void check_isolation(int body)
 {
@@ -209,6 +254,7 @@ int main(int argc, char **argv)
     }
     for (int body : bodies) {
         check_isolation(body);
+        check_padding(body);
         for (int cut : {0, 64, 192, 256})
             if (!small || cut == 64)
                 check_bits(body, cut);
