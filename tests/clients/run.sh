@@ -1,9 +1,10 @@
 #!/bin/sh
 # Real clients, unmodified, against the daemon with the demo model. Needs a Python with pip, and the
 # network for PyPI once; takes minutes. With --hf also the reference, for which that Python needs
-# torch and transformers, and half an hour without fast kernels.
+# torch and transformers, and half an hour without fast kernels. With --tools guidellm and aiperf
+# alone, each in an environment of its own of some 2 GB.
 #
-#   tests/clients/run.sh BUILD-DIRECTORY [--hf PYTHON]
+#   tests/clients/run.sh BUILD-DIRECTORY [--hf PYTHON | --tools]
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 build=$(cd "$1" && pwd)
@@ -16,6 +17,15 @@ mkdir -p "$work"
     "$work/venv/bin/pip" install -q 'openai==3.57.0' 'lm_eval[api]==0.4.13'
 }
 python=$work/venv/bin/python
+if [ "${2-}" = --tools ]; then
+    for tool in guidellm==0.8.1 aiperf==0.13.0; do
+        name=${tool%%=*}
+        [ -x "$work/$name/bin/$name" ] || {
+            python3 -m venv "$work/$name"
+            "$work/$name/bin/pip" install -q "$tool"
+        }
+    done
+fi
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 "$build/prefilld" --model "$model" --listen 127.0.0.1:18087 --state-slots 32 --kv-tokens 131072 \
@@ -27,6 +37,11 @@ for _ in $(seq 100); do
     sleep 0.1
 done
 
+if [ "${2-}" = --tools ]; then
+    "$python" "$here/load_tools.py" $url "$model" "$work/tools" "$work/guidellm/bin/guidellm" \
+        "$work/aiperf/bin/aiperf"
+    exit
+fi
 "$python" "$here/openai_client.py" $url
 "$python" "$here/make_tasks.py" "$work/tasks"
 cd "$work"
