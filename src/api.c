@@ -39,6 +39,7 @@ static const struct route routes[] = {
     {"GET", "/v1/models/", false, false, api_model},
     {"GET", "/v1/trace", false, false, api_trace},
     {"GET", "/v1/steps", false, false, api_steps},
+    {"POST", "/v1/debug/stall", false, false, api_stall},
     {"GET", "/", true, false, api_page},
     {"GET", "/health", true, false, api_health},
     {"GET", "/ready", true, false, api_ready},
@@ -321,6 +322,13 @@ int api_check_model(const struct api *a, const json_t *root, struct json_error *
 
 /* ---- the callbacks of http ---- */
 
+static bool needs_key(const struct api *a, const struct route *r)
+{
+    if (r->run == api_health || r->run == api_ready)
+        return a->key_scope == API_KEY_ALL;
+    return a->key_scope != API_KEY_CALLS || r->counts || strncmp(r->path, "/v1/", 4) == 0;
+}
+
 /* The refusal that needs no body, as a status and a message; 0: none. */
 static int refusal(const struct api *a, const struct exchange *x, const struct route *r,
                    const char **message)
@@ -330,7 +338,7 @@ static int refusal(const struct api *a, const struct exchange *x, const struct r
         *message = "loading: the model is not ready yet";
         return 503;
     }
-    if (!r) {
+    if (!r || (r->run == api_stall && !a->stall)) {
         *message = "no such call here; POST /v1/prefill computes a prompt";
         return 404;
     }
@@ -338,8 +346,7 @@ static int refusal(const struct api *a, const struct exchange *x, const struct r
         *message = "this call takes another method; see Allow";
         return 405;
     }
-    if ((r->counts || strncmp(r->path, "/v1/", 4) == 0) &&
-        !is_allowed(a, exchange_authorization(x))) {
+    if (needs_key(a, r) && !is_allowed(a, exchange_authorization(x))) {
         *message = "a key is needed: Authorization: Bearer KEY";
         return 401;
     }

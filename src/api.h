@@ -19,6 +19,13 @@
 
 enum server_phase { PHASE_LOADING, PHASE_READY, PHASE_DRAINING };
 
+/* What needs a key where there are keys. */
+enum api_key_scope {
+    API_KEY_CALLS,          /* /v1/ and all that compute */
+    API_KEY_ALL_BUT_HEALTH, /* all but /health and /ready */
+    API_KEY_ALL
+};
+
 struct api_key {
     char *text;
     size_t len;
@@ -37,6 +44,7 @@ struct api {
     const char *version;
     const char *backend_name;
     int32_t stall_s;
+    int32_t key_scope;          /* enum api_key_scope */
     atomic_int loaded_permille; /* progress while loading */
     atomic_int phase;           /* enum server_phase */
 
@@ -47,6 +55,8 @@ struct api {
     struct steps_readers readers;
     void (*cancel)(void *arg, struct request *r); /* engine_cancel */
     void *cancel_arg;
+    /* engine_stall, of cancel_arg; NULL: there are no calls for debugging. */
+    void (*stall)(void *arg, int64_t stall_us);
     const char *model_id;
     int32_t vocab;             /* of config.json */
     int32_t max_prompt_tokens; /* what is accepted */

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "api_priv.h"
+#include "log.h"
 
 void api_version(struct api *a, struct exchange *x)
 {
@@ -115,6 +116,34 @@ void api_trace(struct api *a, struct exchange *x)
     }
     buf_init(&b);
     trace_render(a->trace, n, &b);
+    api_reply(x, 200, &b);
+}
+
+void api_stall(struct api *a, struct exchange *x)
+{
+    enum { MAX_S = 3600 };
+    static const char *const fields[] = {"seconds", NULL};
+    const struct json_rules rules = {.fields = fields};
+    struct json_body body;
+    struct json_error e;
+    int64_t seconds = 0;
+    int rc = api_read_body(x, &rules, &body, &e);
+    if (rc == 0) {
+        rc = json_get_int(body.root, "seconds", 1, MAX_S, &seconds, &e);
+        if (rc == 0 && seconds == 0)
+            rc = json_fail(&e, ERR_INVALID, "seconds",
+                           "seconds is missing; an integer from 1 to %d is accepted", MAX_S);
+        json_fini(&body);
+    }
+    if (rc != 0) {
+        api_bad_body(a, x, rc, &e);
+        return;
+    }
+    log_warn("id=%s event=debug_stall seconds=%lld", exchange_id(x), (long long)seconds);
+    a->stall(a->cancel_arg, seconds * 1000000);
+    struct buf b;
+    buf_init(&b);
+    buf_printf(&b, "{\"stalled_s\": %lld}", (long long)seconds);
     api_reply(x, 200, &b);
 }
 

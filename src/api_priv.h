@@ -47,6 +47,7 @@ void api_model(struct api *a, struct exchange *x);
 void api_metrics(struct api *a, struct exchange *x);
 void api_page(struct api *a, struct exchange *x);
 void api_trace(struct api *a, struct exchange *x);
+void api_stall(struct api *a, struct exchange *x);
 void api_steps(struct api *a, struct exchange *x); /* api_steps.c */
 
 #endif

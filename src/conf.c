@@ -5,6 +5,7 @@
 #include <string.h>
 #include <sys/un.h>
 
+#include "api.h"
 #include "conf_priv.h"
 #include "log.h"
 #include "sched.h"
@@ -22,6 +23,10 @@ static const char *const log_choices[] = {[LOG_LEVEL_ERROR] = "error",
                                           [LOG_LEVEL_INFO] = "info",
                                           [LOG_LEVEL_DEBUG] = "debug",
                                           NULL};
+static const char *const scope_choices[] = {[API_KEY_CALLS] = "calls",
+                                            [API_KEY_ALL_BUT_HEALTH] = "all-but-health",
+                                            [API_KEY_ALL] = "all",
+                                            NULL};
 static const char *const policy_choices[] = {
     [SCHED_SHORT_FIRST] = "short-first", [SCHED_FCFS] = "fcfs", NULL};
 
@@ -70,7 +75,9 @@ const struct option conf_options[] = {
      "ADDR:PORT, [ADDR6]:PORT or unix:PATH; may repeat; port 0 takes a free one "
      "(default 127.0.0.1:8080)"},
     {"api-key-file", "FILE", NULL, KIND_TEXT, AT(api_key_file), 0, 0, 0, NULL,
-     "bearer keys, one a line, asked for on /v1/ (default: none asked for)"},
+     "bearer keys, one a line, asked for as api-key-scope says (default: none asked for)"},
+    {"api-key-scope", "NAME", "calls", KIND_CHOICE, AT(api_key_scope), 0, 0, 0, scope_choices,
+     "what needs a key: /v1/ and all that compute, or also /metrics and the rest"},
     {"workers", "N", "2", KIND_I32, AT(workers), 1, 256, 0, NULL,
      "threads that parse, tokenize and format"},
     {"max-body-bytes", "SIZE", "64M", KIND_BYTES, AT(max_body_bytes), 1, 16 * GIB, 0, NULL,
@@ -82,7 +89,7 @@ const struct option conf_options[] = {
     {"body-timeout-s", "N", "60", KIND_I32, AT(body_timeout_s), 1, DAY_S, 0, NULL,
      "seconds a client may take over its body, in all"},
     {"idle-timeout-s", "N", "60", KIND_I32, AT(idle_timeout_s), 1, DAY_S, 0, NULL,
-     "seconds a connection may stay open without a request"},
+     "seconds a connection may stay open between two requests, in all"},
     {"sse-ping-s", "N", "30", KIND_I32, AT(sse_ping_s), 0, DAY_S, 0, NULL,
      "seconds until a silent stream gets a comment; 0: never"},
 
@@ -92,9 +99,11 @@ const struct option conf_options[] = {
     {"drain-s", "N", "30", KIND_I32, AT(drain_s), 0, DAY_S, 0, NULL,
      "seconds that accepted requests get after SIGTERM"},
     {"stall-s", "N", "30", KIND_I32, AT(stall_s), 1, DAY_S, 0, NULL,
-     "seconds without a finished step, work waiting, until /health says stalled"},
+     "seconds without progress, while there is work, until /health says stalled"},
     {"trace-operations", "SWITCH", "no", KIND_CHOICE, AT(trace_operations), 0, 0, 0,
      switch_choices, "yes adds the device's operations to /v1/trace; costs some speed"},
+    {"debug-calls", "SWITCH", "no", KIND_CHOICE, AT(debug_calls), 0, 0, 0, switch_choices,
+     "yes adds POST /v1/debug/stall, to try a watchdog; not for daemons that serve"},
 };
 /* clang-format on */
 

@@ -30,6 +30,7 @@ struct conf {
     int64_t dummy_seed;
     int32_t log_level; /* enum log_level */
     char *api_key_file;
+    int32_t api_key_scope; /* enum api_key_scope */
 
     /* steps and pools */
     int32_t policy; /* enum sched_policy */
@@ -58,6 +59,7 @@ struct conf {
     int32_t drain_s;
     int32_t stall_s;
     int32_t trace_operations; /* 0, 1 */
+    int32_t debug_calls;      /* 0, 1 */
 };
 
 /* Defaults, then the file named by --config, then the command line. Returns 0, or ERR_INVALID,

@@ -16,6 +16,7 @@ enum {
     TAKE_MAX = 256,        /* arrivals a turn */
     IDLE_WAIT_US = 500000, /* an idle tick: /health sees a live engine */
     FLIGHT_WAIT_US = 100,  /* nothing to launch while a step runs: look for arrivals */
+    STALL_LOOK_US = 10000,
 };
 
 static bool engine_goes_on(void *arg);
@@ -439,6 +440,10 @@ static void *engine_main(void *arg)
     struct engine *en = arg;
     prctl(PR_SET_NAME, "engine"); /* for top -H, and for a test that stops it */
     while (!atomic_load(&en->stopping)) {
+        if (request_now_us() < atomic_load(&en->stall_until_us)) {
+            usleep(STALL_LOOK_US);
+            continue;
+        }
         if (engine_turn(en))
             continue;
         atomic_store(&en->metrics->last_progress_us, request_now_us());
@@ -470,6 +475,12 @@ void engine_cancel(struct engine *en, struct request *r)
 {
     atomic_store(&r->cancelled, true);
     atomic_fetch_add(&en->n_cancels, 1);
+    queue_wake(en->queue);
+}
+
+void engine_stall(struct engine *en, int64_t stall_us)
+{
+    atomic_store(&en->stall_until_us, request_now_us() + stall_us);
     queue_wake(en->queue);
 }
 

@@ -47,6 +47,10 @@ bool engine_turn(struct engine *en);
 /* Marks r cancelled and wakes the engine. Any thread that holds a reference. */
 void engine_cancel(struct engine *en, struct request *r);
 
+/* The thread stands still for stall_us, from the end of the steps under way on: what a hung device
+ * looks like, to try the watchdog and alarms. engine_stop ends it. Any thread. */
+void engine_stall(struct engine *en, int64_t stall_us);
+
 /* The latest steps' trace; lives as long as the engine. */
 struct trace *engine_trace(struct engine *en);
 /* The feed of GET /v1/steps; the engine's. */

@@ -41,6 +41,7 @@ struct engine {
     atomic_int n_cancels; /* raised by engine_cancel */
     atomic_int n_alive;   /* requests the engine holds; for engine_drain */
     atomic_bool stopping;
+    atomic_llong stall_until_us; /* engine_stall */
     pthread_t thread;
     bool has_thread;
 };

@@ -219,6 +219,12 @@ static void server_cancel(void *arg, struct request *r)
     engine_cancel(s->engine, r);
 }
 
+static void server_stall(void *arg, int64_t stall_us)
+{
+    struct server *s = arg;
+    engine_stall(s->engine, stall_us);
+}
+
 static int server_open_http(struct server *s, struct errmsg *e)
 {
     const struct conf *c = &s->conf;
@@ -226,10 +232,12 @@ static int server_open_http(struct server *s, struct errmsg *e)
     s->api.version = PACKAGE_VERSION;
     s->api.backend_name = s->backend.ops->name;
     s->api.stall_s = c->stall_s;
+    s->api.key_scope = c->api_key_scope;
     s->api.started_unix_s = (int64_t)time(NULL);
     s->api.tokenizer = s->tokenizer;
     s->api.cancel = server_cancel;
     s->api.cancel_arg = s;
+    s->api.stall = c->debug_calls ? server_stall : NULL;
     s->api.model_id = s->model_id;
     s->api.vocab = s->arch.vocab;
     s->api.max_prompt_tokens = s->sizes.o.max_prompt_tokens;

@@ -28,7 +28,8 @@ struct server {
     atomic_bool is_frozen; /* and does not even take them */
     atomic_int outcome;    /* of the next requests */
     atomic_int n_taken, n_cancels, n_done;
-    atomic_int token_ms; /* between two generated tokens */
+    atomic_llong stall_us; /* what /v1/debug/stall asked for */
+    atomic_int token_ms;   /* between two generated tokens */
 };
 
 /* What a model of two tokens would say: the last id again, then the one after it. */

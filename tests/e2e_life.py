@@ -300,8 +300,13 @@ def test_limits(tmp):
             a = d.ask("POST", "/v1/prefill", {"prompt": [1]}, [f"Authorization: Bearer {key}"])
             check(a.status == status and
                   (status == 200 or a.error()["type"] == "authentication_error"), f"key {key}", a)
-        check(d.ask("GET", "/health").status == 200, "health needs no key")
+        check(d.ask("GET", "/health").status == 200 and d.ask("GET", "/metrics").status == 200,
+              "health and metrics need no key")
         check(not any("alpha" in s or "gamma" in s for s in d.log), "keys are not logged")
+    with Daemon("--api-key-file", keys, "--api-key-scope", "all-but-health") as d:
+        check(d.ask("GET", "/health").status == 200 and d.ask("GET", "/metrics").status == 401 and
+              d.ask("GET", "/metrics", None, ["Authorization: Bearer beta"]).status == 200,
+              "api-key-scope: metrics need a key, health does not")
 
 
 def test_priorities():

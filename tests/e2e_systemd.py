@@ -3,7 +3,6 @@
 handed over, a restart under load, the watchdog, reload. TAP."""
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import tempfile
 import threading
 import time
 
-from e2e import MODEL, SRCDIR, Conn, Daemon, big_model, check, done, is_sanitized, request, skip, until
+from e2e import MODEL, SRCDIR, Conn, Daemon, big_model, check, done, is_sanitized, request, until
 
 LOADGEN = os.path.join(SRCDIR, "clients", "loadgen")
 SLOW = ("--max-step-tokens", 64)
@@ -120,56 +119,36 @@ def test_words(tmp):
               "a bad NOTIFY_SOCKET is said, and borne")
 
 
-PTRACE_DETACH, PTRACE_SEIZE, PTRACE_INTERRUPT = 17, 0x4206, 0x4207
-WALL = 0x40000000
-
-
-class Stopped:
-    """One thread of a process held still, the others running: what a hung device looks like."""
-
-    def __init__(self, pid, name):
-        self.libc = ctypes.CDLL(None, use_errno=True)
-        self.tid = next((int(t) for t in os.listdir(f"/proc/{pid}/task")
-                         if open(f"/proc/{pid}/task/{t}/comm").read() == name + "\n"), None)
-
-    def ptrace(self, what):
-        return self.libc.ptrace(ctypes.c_long(what), ctypes.c_long(self.tid), None, None)
-
-    def __enter__(self):
-        self.works = self.tid and self.ptrace(PTRACE_SEIZE) == 0 and \
-            self.ptrace(PTRACE_INTERRUPT) == 0
-        if self.works:
-            os.waitpid(self.tid, WALL)
-        return self.works
-
-    def __exit__(self, *_):
-        if self.works:
-            self.ptrace(PTRACE_DETACH)
-
-
 def test_watchdog(tmp):
     manager = Manager(tmp)
-    with service(manager, env={"WATCHDOG_USEC": "2000000"}) as d:
+    with service(manager, "--debug-calls", "yes", "--stall-s", 1,
+                 env={"WATCHDOG_USEC": "2000000"}) as d:
         check(manager.wait("WATCHDOG=1", 4), "an idle engine feeds the watchdog")
         fed = [at for at, message in manager.heard if message == "WATCHDOG=1"]
         gaps = [b - a for a, b in zip(fed, fed[1:])]
         # Sent at least 500 ms apart; one may be read late by so much that they seem closer.
         check(min(gaps) > 0.3, "four times in its interval, no more", gaps)
-        with Stopped(d.process.pid, "engine") as works:
-            if not works:
-                skip("a stalled engine starves the watchdog", "ptrace is not allowed here")
-                return
-            time.sleep(1)  # what was under way
-            n = manager.count("WATCHDOG=1")
+        a = d.ask("POST", "/v1/debug/stall", {"seconds": 5})
+        check(a.status == 200, "the engine is made to stand still", a)
+        time.sleep(1)  # what was under way
+        n = manager.count("WATCHDOG=1")
+        with d.conn() as waiting:
+            waiting.send(request("POST", "/v1/prefill", {"prompt": [1]}))
             end = time.monotonic() + 3
-            n_answers = 0
+            statuses = []
             while time.monotonic() < end:
-                n_answers += d.ask("GET", "/version").status == 200
+                statuses.append(d.ask("GET", "/version").status)
                 time.sleep(0.1)
-            check(n_answers > 3 and manager.count("WATCHDOG=1") == n,
-                  f"a stalled engine starves it, while HTTP answers ({n_answers} times)")
-        check(manager.wait("WATCHDOG=1", n + 1), "it goes on, and so does the feeding")
-        check(d.stop() == 0, "exit 0", d.log_text())
+            health = d.ask("GET", "/health")
+            check(len(statuses) > 3 and set(statuses) == {200} and
+                  manager.count("WATCHDOG=1") == n,
+                  f"a stalled engine starves it, while HTTP answers ({len(statuses)} times)")
+            check(health.status == 503 and health.json()["status"] == "stalled",
+                  "/health says so, with a request waiting", health)
+            check(waiting.read().status == 200 and manager.wait("WATCHDOG=1", n + 1),
+                  "it goes on, and so does the feeding")
+        check(d.ask("POST", "/v1/debug/stall", {"seconds": 600}).status == 200 and d.stop() == 0,
+              "a stop ends a stall", d.log_text())
 
 
 def test_sockets(tmp):

@@ -385,6 +385,26 @@ static void test_keys(void)
     expect(ask(s, "POST", "/generate", "{}"), 401, "authentication_error",
            "what computes, too");
     expect(ask(s, "POST", "/rerank", "{}"), 401, "authentication_error", "as does /rerank");
+    static const char *const paths[] = {"/tokenizer_info", "/metrics", "/version", "/",
+                                        "/health",         "/ready"};
+    static const int n_open[] = {[API_KEY_CALLS] = 6, [API_KEY_ALL_BUT_HEALTH] = 2};
+    for (int scope = API_KEY_CALLS; scope <= API_KEY_ALL; scope++) {
+        s->api.key_scope = scope;
+        for (int i = 0; i < 6; i++) {
+            struct answer a = ask(s, "GET", paths[i], "");
+            int wanted = scope != API_KEY_ALL && i >= 6 - n_open[scope] ? 200 : 401;
+            CHECK(a.status == wanted, "scope %d, %s: %d", scope, paths[i], a.status);
+            answer_free(&a);
+            char request[200];
+            snprintf(request, sizeof(request),
+                     "GET %s HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer first-key\r\n\r\n",
+                     paths[i]);
+            a = client_ask(s->address, request);
+            CHECK(a.status == 200, "with a key: %d", a.status);
+            answer_free(&a);
+        }
+    }
+    expect(ask(s, "GET", "/nothing", ""), 404, "not_found", "what is not there is said to all");
     server_stop(s);
     struct api none = {0};
     struct errmsg e;
@@ -400,6 +420,32 @@ static void test_keys(void)
     CHECK(none.keys == before, "what cannot be read changes nothing");
     CHECK(api_read_keys(&none, NULL, &e) == 0 && none.keys->n == 0, "no file, no keys");
     api_close(&none);
+}
+
+/* ---- calls for debugging ---- */
+
+static void note_stall(void *arg, int64_t stall_us)
+{
+    struct server *s = arg;
+    atomic_store(&s->stall_us, stall_us);
+}
+
+static void test_stall(void)
+{
+    struct server *s = server_start(NULL);
+    expect(ask(s, "POST", "/v1/debug/stall", "{\"seconds\": 3}"), 404, "not_found",
+           "there is no such call without debug-calls");
+    s->api.stall = note_stall;
+    expect(ask(s, "POST", "/v1/debug/stall", "{}"), 400, "seconds is missing", "no seconds");
+    expect(ask(s, "POST", "/v1/debug/stall", "{\"seconds\": 0}"), 400, "\"seconds\"",
+           "too few");
+    expect(ask(s, "POST", "/v1/debug/stall", "{\"seconds\": 3601}"), 400, "3600", "too many");
+    expect(ask(s, "GET", "/v1/debug/stall", ""), 405, "method", "GET");
+    CHECK(atomic_load(&s->stall_us) == 0, "what is refused does nothing");
+    expect(ask(s, "POST", "/v1/debug/stall", "{\"seconds\": 3}"), 200, "\"stalled_s\": 3",
+           "three seconds");
+    CHECK(atomic_load(&s->stall_us) == 3000000, "they reach the engine");
+    server_stop(s);
 }
 
 /* ---- everything at once ---- */
@@ -476,6 +522,7 @@ int main(void)
     test_hangup();
     test_draining();
     test_keys();
+    test_stall();
     test_storm();
     return tap_done();
 }

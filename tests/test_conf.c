@@ -4,6 +4,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "api.h"
 #include "buf.h"
 #include "conf.h"
 #include "leaks.h"
@@ -86,6 +87,7 @@ Test(conf, defaults_are_the_documented_ones)
     cr_assert(c.header_timeout_s == 10 && c.body_timeout_s == 60 && c.idle_timeout_s == 60 &&
               c.sse_ping_s == 30);
     cr_assert(c.drain_s == 30 && c.stall_s == 30);
+    cr_assert(c.api_key_scope == API_KEY_CALLS && c.debug_calls == 0);
 }
 
 Test(conf, every_option_reaches_its_member)
@@ -116,12 +118,13 @@ Test(conf, every_option_reaches_its_member)
     cr_assert(
         parse("--model m --max-body-bytes 11 --max-connections 12 --header-timeout-s 13 "
               "--body-timeout-s 14 --idle-timeout-s 15 --sse-ping-s 0 --drain-s 0 --stall-s 17 "
-              "--trace-operations yes "
-              "--check") == 0);
+              "--trace-operations yes --debug-calls yes "
+              "--api-key-scope all-but-health --check") == 0);
     cr_assert(c.max_body_bytes == 11 && c.max_connections == 12 && c.header_timeout_s == 13);
     cr_assert(c.body_timeout_s == 14 && c.idle_timeout_s == 15 && c.sse_ping_s == 0 &&
               c.drain_s == 0);
     cr_assert(c.stall_s == 17 && c.trace_operations == 1 && c.action == CONF_CHECK);
+    cr_assert(c.debug_calls == 1 && c.api_key_scope == API_KEY_ALL_BUT_HEALTH);
 }
 
 Test(conf, shares_are_decimals)
@@ -378,5 +381,5 @@ Test(conf, help_shows_every_row_within_the_width)
         n_options += strncmp(line, "  --", 4) == 0;
     }
     fclose(f);
-    cr_assert(n_options == 34, "%d options: count anew, and extend the tests above", n_options);
+    cr_assert(n_options == 36, "%d options: count anew, and extend the tests above", n_options);
 }
