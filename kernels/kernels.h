@@ -349,6 +349,17 @@ cudaError_t k_sample(const struct k_sample *a, cudaStream_t stream);
 /* Every byte 0xff: NaN as f32 and bf16, -1 as int32. */
 cudaError_t k_fill_nan(void *p, size_t bytes, cudaStream_t stream);
 
+/* copy.cu: slot to[i] of a pool becomes a copy of slot from[i]; no slot is written that another
+ * entry reads or writes. By value, so that the list needs no copy to the device. */
+enum { K_COPY_MAX = 64 };
+struct k_copy_slots {
+    void *pool;         /* [n_slots, slot_bytes], 16-byte aligned */
+    int64_t slot_bytes; /* a multiple of 16 */
+    int32_t n;          /* 0..K_COPY_MAX */
+    int32_t from[K_COPY_MAX], to[K_COPY_MAX];
+};
+cudaError_t k_copy_slots(const struct k_copy_slots *a, cudaStream_t stream);
+
 /* bf16 p[i] = std * normal(seed, first + i), a counter-based hash: parts can be made alone. */
 cudaError_t k_fill_normal(void *p, int64_t n, int64_t first, uint64_t seed, float std,
                           cudaStream_t stream);

@@ -122,7 +122,14 @@ struct batch {
     struct chunk_map map;
 };
 
-/* Host arrays that step_upload copies; same meaning and shapes as in struct batch. */
+/* A state slot that becomes a copy of another, in every GDN layer. */
+struct slot_copy {
+    int32_t from, to;
+};
+
+/* Host arrays that step_upload copies; same meaning and shapes as in struct batch. Copies, which
+ * the model makes, are the host's alone: copies_in before the first layer, copies_out behind the
+ * last. Within each no slot is written that another of them reads or writes. */
 struct batch_host {
     int32_t n_tokens, n_seqs, n_chunks, n_rows, max_pages, max_len;
     const int32_t *tokens, *positions, *cu_seqlens, *start, *slots, *page_table;
@@ -132,6 +139,8 @@ struct batch_host {
     bool may_pad; /* the counts of the batch may be rounded up (not n_rows): buffers of the
                      caller have room for the limits' max_tokens, and what is computed in rows
                      beyond n_tokens means nothing */
+    int32_t n_copies_in, n_copies_out;
+    const struct slot_copy *copies_in, *copies_out; /* [n_copies_in], [n_copies_out] */
 };
 
 /* What the head gives for one row. Unused candidates have id -1. */
@@ -439,6 +448,10 @@ struct backend_ops {
                    const int32_t *pages, int32_t n_tokens, float *k, float *v);
     int (*kv_write)(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
                     const int32_t *pages, int32_t n_tokens, const float *k, const float *v);
+    /* In a step: makes n (>= 0) slots copies of others. copies is host memory, borrowed for the
+     * call; no slot in it is written that another of them reads or writes. */
+    void (*state_copy)(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
+                       const struct slot_copy *copies, int32_t n);
     /* Fills a freed slot or page with NaN, enqueued; debug builds and wiping after a fault. */
     void (*state_poison)(struct backend *b, const struct gdn_dims *d,
                          const struct state_pool *p, int32_t slot);

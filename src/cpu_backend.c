@@ -382,6 +382,7 @@ const struct backend_ops backend_cpu_ops = {
     .state_write = cpu_state_write,
     .kv_read = cpu_kv_read,
     .kv_write = cpu_kv_write,
+    .state_copy = cpu_state_copy,
     .state_poison = cpu_state_poison,
     .page_poison = cpu_page_poison,
 };

@@ -155,6 +155,18 @@ int cpu_kv_write(struct backend *b, const struct attn_dims *d, const struct kv_p
     return 0;
 }
 
+void cpu_state_copy(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
+                    const struct slot_copy *copies, int32_t n)
+{
+    (void)b;
+    for (int32_t i = 0; i < n; i++) {
+        memcpy(cpu_state_at(d, p, copies[i].to, 0), cpu_state_at(d, p, copies[i].from, 0),
+               state_elems(d) * sizeof(float));
+        memcpy(cpu_conv_at(d, p, copies[i].to), cpu_conv_at(d, p, copies[i].from),
+               (size_t)3 * d->conv_dim * sizeof(float));
+    }
+}
+
 static void fill_nan(float *p, size_t n)
 {
     for (size_t i = 0; i < n; i++)

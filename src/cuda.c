@@ -266,6 +266,7 @@ const struct backend_ops backend_cuda_ops = {
     .state_write = cuda_state_write,
     .kv_read = cuda_kv_read,
     .kv_write = cuda_kv_write,
+    .state_copy = cuda_state_copy,
     .state_poison = cuda_state_poison,
     .page_poison = cuda_page_poison,
 };

@@ -298,6 +298,27 @@ int cuda_kv_write(struct backend *b, const struct attn_dims *d, const struct kv_
     return rc;
 }
 
+/* ---- copies within a step ---- */
+
+void cuda_state_copy(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
+                     const struct slot_copy *copies, int32_t n)
+{
+    struct cuda_impl *impl = cuda_impl_of(b);
+    for (int32_t at = 0; at < n; at += K_COPY_MAX) {
+        struct k_copy_slots k = {.n = n - at < K_COPY_MAX ? n - at : K_COPY_MAX};
+        for (int32_t i = 0; i < k.n; i++) {
+            k.from[i] = copies[at + i].from;
+            k.to[i] = copies[at + i].to;
+        }
+        k.pool = p->S;
+        k.slot_bytes = (int64_t)(state_elems(d) * sizeof(float));
+        cuda_note(b, "state_copy", k_copy_slots(&k, impl->stream));
+        k.pool = p->conv;
+        k.slot_bytes = (int64_t)conv_elems(d) * 2;
+        cuda_note(b, "state_copy", k_copy_slots(&k, impl->stream));
+    }
+}
+
 /* ---- poison ---- */
 
 static void poison(struct backend *b, void *p, size_t bytes)

@@ -242,6 +242,15 @@ Test(pools, state_round_trip)
         cr_expect_arr_eq(S_read, S[i], n_S * sizeof(float));
         cr_expect_arr_eq(conv_read, conv[i], n_conv * sizeof(float));
     }
+    /* Two slots become copies of the last one, which stays. */
+    const struct slot_copy copies[] = {{2, 0}, {2, 1}};
+    b.ops->state_copy(&b, &d, &pool, copies, 2);
+    for (int32_t i = 0; i < 3; i++) {
+        cr_assert_eq(b.ops->state_read(&b, &d, &pool, i, S_read, conv_read), 0);
+        cr_expect_arr_eq(S_read, S[2], n_S * sizeof(float));
+        cr_expect_arr_eq(conv_read, conv[2], n_conv * sizeof(float));
+    }
+    b.ops->state_copy(&b, &d, &pool, copies, 0);
     cr_expect_eq(b.ops->state_read(&b, &d, &pool, 3, S_read, conv_read), ERR_INVALID);
     cr_expect_eq(b.ops->state_write(&b, &d, &pool, -1, S_read, conv_read), ERR_INVALID);
     b.ops->state_pool_free(&b, &pool);

@@ -342,6 +342,45 @@ static void test_large_pools(void)
     ops->kv_pool_free(b, &kvs);
 }
 
+/* Slots that become copies of others, more than one launch takes; the rest stay as they were. On
+ * either backend, so that what is read back must be the bits written. */
+static void test_state_copy(struct backend *b)
+{
+    enum { N_SLOTS = 160, N_COPIES = 70 };
+    const struct backend_ops *ops = b->ops;
+    struct gdn_dims d = {.H = 1, .HV = 2, .K = 128, .V = 128, .conv_dim = 4 * 128, .ld = 800};
+    const size_t elems = 2 * 128 * 128, conv_elems = 3 * 4 * 128;
+    struct slot_copy copies[N_COPIES];
+    struct state_pool pool;
+    int n_bad = 0;
+    float *x = must(malloc(elems * 4)), *y = must(malloc(elems * 4));
+    float *conv = must(malloc(conv_elems * 4)), *conv2 = must(malloc(conv_elems * 4));
+    if (ops->state_pool_make(b, &d, N_SLOTS, &pool) != 0)
+        exit(1);
+    for (int32_t i = 0; i < N_SLOTS; i++) {
+        for (size_t k = 0; k < elems; k++)
+            x[k] = (float)((int)(k % 251) + i);
+        for (size_t k = 0; k < conv_elems; k++)
+            conv[k] = (float)((int)(k % 61) - i); /* whole numbers under 256: bf16 holds them */
+        ops->state_write(b, &d, &pool, i, x, conv);
+    }
+    /* Slots 90 and up become copies of 0 to 34, two of each. */
+    for (int32_t i = 0; i < N_COPIES; i++)
+        copies[i] = (struct slot_copy){i / 2, 90 + i};
+    ops->state_copy(b, &d, &pool, copies, N_COPIES);
+    for (int32_t i = 0; i < N_SLOTS; i++) {
+        int32_t of = i >= 90 ? (i - 90) / 2 : i;
+        ops->state_read(b, &d, &pool, i, y, conv2);
+        for (size_t k = 0; k < elems; k++)
+            n_bad += y[k] != (float)((int)(k % 251) + of);
+        for (size_t k = 0; k < conv_elems; k++)
+            n_bad += conv2[k] != (float)((int)(k % 61) - of);
+    }
+    CHECK(n_bad == 0, "%s: %d slots copied, %d numbers differ", ops->name, N_COPIES, n_bad);
+    free(x), free(y), free(conv), free(conv2);
+    ops->state_pool_free(b, &pool);
+}
+
 /* ---- opening ---- */
 
 static void poison_cuda(struct backend *b)
@@ -471,6 +510,8 @@ static void test_all(bool is_self)
     if (is_self)
         return;
     test_large_pools();
+    test_state_copy(&pair.b[REF]);
+    test_state_copy(&pair.b[DUT]);
     test_loss();
 }
 
