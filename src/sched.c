@@ -31,6 +31,7 @@ struct entry {
     int64_t arrival_us;
     int32_t n_pages;
     int32_t n_left; /* tokens not yet planned */
+    int32_t n_cut;  /* tokens until the next piece must end; 0: nowhere */
 };
 
 struct sched {
@@ -174,6 +175,17 @@ static int grow(struct sched *s, int32_t new_cap)
     return 0;
 }
 
+/* Brings what a plan reads up to what the item says now. */
+static void entry_read(struct sched *s, struct entry *e)
+{
+    const struct sched_item *item = e->item;
+    int32_t n_left = item->n_tokens - item->n_planned;
+    s->backlog_tokens += n_left - e->n_left;
+    e->n_left = n_left;
+    e->n_pages = item->n_pages;
+    e->n_cut = item->cut_at > item->n_planned ? item->cut_at - item->n_planned : 0;
+}
+
 static int64_t key_of(const struct sched *s, const struct entry *e)
 {
     if (s->c.policy == SCHED_FCFS)
@@ -265,10 +277,9 @@ static int enter(struct sched *s, struct sched_item *item, struct heap *h)
     if (s->n_free == 0 && (s->cap > ENTRY_MAX / 2 || grow(s, s->cap + s->cap / 2 + 1)))
         return ERR_NOMEM;
     int32_t i = s->free_entries[--s->n_free];
-    s->entries[i] =
-        (struct entry){item, item->arrival_us, item->n_pages, item->n_tokens - item->n_planned};
+    s->entries[i] = (struct entry){.item = item, .arrival_us = item->arrival_us};
     item->i_entry = i;
-    s->backlog_tokens += s->entries[i].n_left;
+    entry_read(s, &s->entries[i]);
     heap_add(h, node_of(s, i));
     if (item->deadline_us)
         heap_add(&s->deadlines, node_make(0, item->deadline_us, item->seq, i));
@@ -290,6 +301,27 @@ int sched_continue(struct sched *s, struct sched_item *item)
     assert(item->i_entry < 0 && item->n_planned == item->n_tokens);
     item->n_tokens++;
     return enter(s, item, &s->decoding);
+}
+
+void sched_unpark(struct sched *s, struct sched_item *item)
+{
+    assert(item->i_entry >= 0 && s->waiting.place[item->i_entry] < 0);
+    entry_read(s, &s->entries[item->i_entry]);
+    heap_add(&s->waiting, node_of(s, item->i_entry));
+}
+
+int32_t sched_n_planned(const struct sched *s, const struct sched_item *item)
+{
+    return item->i_entry < 0 ? item->n_planned
+                             : item->n_tokens - s->entries[item->i_entry].n_left;
+}
+
+void sched_cut_changed(struct sched *s, struct sched_item *item)
+{
+    int32_t n_planned = sched_n_planned(s, item);
+    if (item->i_entry >= 0)
+        s->entries[item->i_entry].n_cut =
+            item->cut_at > n_planned ? item->cut_at - n_planned : 0;
 }
 
 void sched_remove(struct sched *s, struct sched_item *item)
@@ -334,9 +366,12 @@ static struct sched_piece cut(struct sched *s, int32_t i_entry, int32_t limit)
 {
     struct entry *e = &s->entries[i_entry];
     struct sched_piece p = {.item = e->item};
+    if (e->n_cut > 0 && e->n_cut < limit)
+        limit = e->n_cut;
     p.is_last = e->n_left <= limit;
     p.n_tokens = p.is_last ? e->n_left : align_down(limit);
     e->n_left -= p.n_tokens;
+    e->n_cut -= e->n_cut < p.n_tokens ? e->n_cut : p.n_tokens;
     s->backlog_tokens -= p.n_tokens;
     return p;
 }
@@ -350,6 +385,16 @@ static void settle(struct sched *s, struct sched_piece *p)
         drop(s, p->item->i_entry);
     else
         heap_add(&s->running, node_of(s, p->item->i_entry));
+}
+
+static enum sched_answer admit(struct sched *s, const struct sched_room *room, int32_t i_entry)
+{
+    if (!room->admit)
+        return SCHED_ADMIT;
+    struct entry *e = &s->entries[i_entry];
+    enum sched_answer answer = room->admit(room->arg, e->item);
+    entry_read(s, e);
+    return answer;
 }
 
 int32_t sched_plan(struct sched *s, const struct sched_room *room, struct sched_piece *pieces)
@@ -368,6 +413,15 @@ int32_t sched_plan(struct sched *s, const struct sched_room *room, struct sched_
         uint64_t priority = from->nodes[0].rank >> KEY_BITS;
         int32_t i_entry = entry_of(&from->nodes[0]);
         bool is_first = from == &s->waiting;
+        enum sched_answer answer = is_first ? admit(s, room, i_entry) : SCHED_ADMIT;
+        if (answer == SCHED_NO_ROOM)
+            n_slots = 0;
+        if (answer == SCHED_PARK)
+            heap_remove(from, i_entry);
+        if (answer != SCHED_ADMIT) {
+            from = next_heap(s, n_slots, n_pages, n_decodes);
+            continue;
+        }
         __builtin_prefetch(&s->entries[i_entry].item->n_planned, 1);
         heap_remove(from, i_entry);
         if (is_first) {

@@ -27,7 +27,10 @@
  * ever; running ones go on, also those that rank behind it. The device has work all the while:
  * what the request lacks is held by requests that run or whose last step is in flight. When
  * nothing holds pool memory the first in rank fits, because a prompt larger than the pools is
- * refused before it comes here: no deadlock. */
+ * refused before it comes here: no deadlock.
+ *
+ * Who admits may also park a waiting request that had better begin where another, which runs, will
+ * soon be: it keeps its deadline and is in no step until sched_unpark. */
 #ifndef PREFILLD_SCHED_H
 #define PREFILLD_SCHED_H
 
@@ -60,7 +63,8 @@ struct sched_item {
     uint64_t seq;        /* order of arrival, under 2^42; breaks ties */
     int32_t n_planned; /* tokens in pieces so far; before sched_add: what was cached, less than
                           n_tokens; then the scheduler's */
-    int32_t i_entry;   /* the scheduler's: place in its table; -1 when neither waits nor runs
+    int32_t cut_at;  /* a piece must end here, a multiple of 64; not past n_planned: nowhere */
+    int32_t i_entry; /* the scheduler's: place in its table; -1 when neither waits nor runs
                           (set by request_new) */
 };
 
@@ -72,12 +76,18 @@ struct sched_piece {
     bool is_last;     /* ends the prompt */
 };
 
+enum sched_answer { SCHED_ADMIT, SCHED_NO_ROOM, SCHED_PARK };
+
 /* What a plan may use. */
 struct sched_room {
     int64_t now_us;            /* of the plan; no piece depends on it, see above */
     double rate_tokens_per_us; /* measured; > 0 */
     int32_t n_free_slots;
     int32_t n_free_pages;
+    /* Asked of a waiting item that fits, before its first piece; NULL: admitted. May change its
+     * n_planned, n_pages and cut_at. SCHED_NO_ROOM: it waits on, and so do all behind it. */
+    enum sched_answer (*admit)(void *arg, struct sched_item *item);
+    void *arg;
 };
 
 struct sched; /* opaque */
@@ -105,6 +115,13 @@ struct sched_item *sched_pop_expired(struct sched *s, int64_t now_us);
  * pieces. Cost O(pieces log(waiting + running)); O(waiting + running) when the rate in use
  * changes. Room for what is_first pieces take must still be there when the caller takes it. */
 int32_t sched_plan(struct sched *s, const struct sched_room *room, struct sched_piece *pieces);
+
+/* A parked item waits again, with n_planned and n_pages as they are now. O(log waiting). */
+void sched_unpark(struct sched *s, struct sched_item *item);
+/* item's cut_at has changed while it runs; it lies ahead of sched_n_planned. O(1). */
+void sched_cut_changed(struct sched *s, struct sched_item *item);
+/* item->n_planned with the piece that the plan under way has given it. */
+int32_t sched_n_planned(const struct sched *s, const struct sched_item *item);
 
 int32_t sched_n_waiting(const struct sched *s);
 int32_t sched_n_running(const struct sched *s);

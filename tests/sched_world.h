@@ -156,7 +156,7 @@ static inline const struct world_step *world_plan(struct world *w)
 {
     cr_assert_lt(w->n_flight, WORLD_MAX_FLIGHT, "%s: too many steps in flight", w->where);
     struct world_step *s = &w->flight[w->n_flight];
-    struct sched_room room = {w->now_us, w->rate, w->slots.n_free, w->pages.n_free};
+    struct sched_room room = {w->now_us, w->rate, w->slots.n_free, w->pages.n_free, NULL, NULL};
     int64_t backlog = sched_backlog_tokens(w->sched);
     s->n = sched_plan(w->sched, &room, s->pieces);
     cr_assert_leq(s->n, w->c.max_seqs, "%s: %d pieces", w->where, s->n);

@@ -307,14 +307,16 @@ Test(sched, plans_nothing_of_nothing)
     struct sched_piece piece;
     struct sched_item item = {.n_tokens = 1, .n_pages = 1, .i_entry = -1};
     cr_assert_eq(sched_open(&c, &s), 0);
-    cr_assert_eq(sched_plan(s, &(struct sched_room){0, 1, 1, 1}, &piece), 0);
+    cr_assert_eq(sched_plan(s, &(struct sched_room){0, 1, 1, 1, NULL, NULL}, &piece), 0);
     sched_remove(s, &item); /* was never added */
     cr_assert_null(sched_pop_expired(s, INT64_MAX));
     cr_assert_eq(sched_add(s, &item), 0);
     cr_assert_null(sched_pop_expired(s, INT64_MAX), "it has no deadline");
-    cr_assert_eq(sched_plan(s, &(struct sched_room){0, 1, 0, 1}, &piece), 0, "no slot");
-    cr_assert_eq(sched_plan(s, &(struct sched_room){0, 1, 1, 0}, &piece), 0, "no page");
-    cr_assert_eq(sched_plan(s, &(struct sched_room){0, 1, 1, 1}, &piece), 1);
+    cr_assert_eq(sched_plan(s, &(struct sched_room){0, 1, 0, 1, NULL, NULL}, &piece), 0,
+                 "no slot");
+    cr_assert_eq(sched_plan(s, &(struct sched_room){0, 1, 1, 0, NULL, NULL}, &piece), 0,
+                 "no page");
+    cr_assert_eq(sched_plan(s, &(struct sched_room){0, 1, 1, 1, NULL, NULL}, &piece), 1);
     cr_assert(piece.item == &item && piece.is_first && piece.is_last && piece.n_tokens == 1);
     sched_remove(s, &item); /* left with its last piece */
     cr_assert_eq(sched_backlog_tokens(s), 0);
@@ -345,7 +347,8 @@ Test(sched, extreme_rates_keep_keys_in_range)
             {.arrival_us = 2000000, .n_tokens = cases[i].new_tokens, .n_pages = 1, .seq = 2}};
         cr_assert_eq(sched_open(&c, &s), 0);
         cr_assert(sched_add(s, &items[NEW]) == 0 && sched_add(s, &items[OLD]) == 0);
-        cr_assert_eq(sched_plan(s, &(struct sched_room){0, cases[i].rate, 9, 9}, &piece), 1);
+        cr_assert_eq(
+            sched_plan(s, &(struct sched_room){0, cases[i].rate, 9, 9, NULL, NULL}, &piece), 1);
         cr_assert_eq(piece.item, &items[cases[i].first], "case %d", i);
         sched_close(s);
     }
@@ -382,7 +385,7 @@ Test(sched, generated_tokens_leave_room_for_prompts)
     struct sched *s;
     struct sched_item items[GENERATING + 1];
     struct sched_piece pieces[4];
-    struct sched_room room = {0, 0.1, GENERATING + 1, 1000};
+    struct sched_room room = {0, 0.1, GENERATING + 1, 1000, NULL, NULL};
     cr_assert_eq(sched_open(&c, &s), 0);
     for (int i = 0; i < GENERATING; i++) {
         items[i] = (struct sched_item){
@@ -423,5 +426,91 @@ Test(sched, generated_tokens_leave_room_for_prompts)
     cr_expect_eq(sched_n_running(s), GENERATING);
     cr_expect_eq(sched_plan(s, &room, pieces), DECODES + 1);
     cr_expect(pieces[0].item == &items[1]);
+    sched_close(s);
+}
+
+/* ---- admission is asked for, and pieces end where they must */
+
+struct answers {
+    enum sched_answer of[8]; /* by seq */
+    int32_t n_asked;
+};
+
+static enum sched_answer answer(void *arg, struct sched_item *item)
+{
+    struct answers *a = arg;
+    a->n_asked++;
+    if (a->of[item->seq] == SCHED_ADMIT && item->seq == 2) { /* begins further on */
+        item->n_planned = 64;
+        item->n_pages = 2;
+        item->cut_at = 192;
+    }
+    return a->of[item->seq];
+}
+
+Test(sched, asks_before_it_admits)
+{
+    struct sched_config c = {SCHED_FCFS, 512, 8, 8, 0};
+    struct answers a = {{SCHED_PARK, SCHED_ADMIT, SCHED_ADMIT, SCHED_NO_ROOM, SCHED_ADMIT}, 0};
+    struct sched_room room = {0, 1, 8, 20, answer, &a};
+    struct sched *s;
+    struct sched_item items[5];
+    struct sched_piece p[8];
+    cr_assert_eq(sched_open(&c, &s), 0);
+    for (int i = 0; i < 5; i++) {
+        items[i] = (struct sched_item){.arrival_us = i,
+                                       .n_tokens = 300,
+                                       .n_pages = 5,
+                                       .seq = (uint64_t)i,
+                                       .deadline_us = i == 0 ? 10 : 0,
+                                       .i_entry = -1};
+        cr_assert_eq(sched_add(s, &items[i]), 0);
+    }
+    /* 0 is parked, 1 has three quarters, 2 what is left up to its cut, 3 holds back 4. */
+    items[1].cut_at = 128;
+    sched_remove(s, &items[1]);
+    cr_assert_eq(sched_add(s, &items[1]), 0);
+    cr_assert_eq(sched_plan(s, &room, p), 2);
+    cr_expect_eq(a.n_asked, 4);
+    cr_expect(p[0].item == &items[1] && p[0].start == 0 && p[0].n_tokens == 128);
+    cr_expect(p[1].item == &items[2] && p[1].start == 64 && p[1].n_tokens == 128);
+    cr_expect_eq(sched_n_waiting(s), 2);
+    cr_expect_eq(sched_n_planned(s, &items[2]), 192);
+    cr_expect_eq(sched_backlog_tokens(s), 300 + 172 + 108 + 300 + 300);
+    /* A new cut while it runs; the parked one waits again and expires. */
+    a.of[0] = a.of[3] = SCHED_ADMIT;
+    items[1].cut_at = 256;
+    sched_cut_changed(s, &items[1]);
+    sched_unpark(s, &items[0]);
+    cr_expect_eq(sched_n_waiting(s), 3);
+    cr_assert_eq(sched_plan(s, &(struct sched_room){0, 1, 0, 0, answer, &a}, p), 2);
+    cr_expect(p[0].item == &items[1] && p[0].n_tokens == 128 && !p[0].is_last);
+    cr_expect(p[1].item == &items[2] && p[1].n_tokens == 108 && p[1].is_last);
+    cr_expect_eq(sched_n_planned(s, &items[2]), 300);
+    cr_expect_eq(sched_pop_expired(s, 11), &items[0]);
+    cr_expect_eq(sched_plan(s, &room, p), 3);
+    cr_expect(p[0].item == &items[1] && p[0].n_tokens == 44 && p[0].is_last);
+    sched_remove(s, &items[3]);
+    sched_remove(s, &items[4]);
+    cr_expect_eq(sched_backlog_tokens(s), 0);
+    sched_close(s);
+}
+
+/* A parked one keeps its deadline. */
+Test(sched, a_parked_one_expires)
+{
+    struct sched_config c = {SCHED_FCFS, 512, 8, 8, 0};
+    struct answers a = {{SCHED_PARK}, 0};
+    struct sched_room room = {0, 1, 8, 20, answer, &a};
+    struct sched_item item = {.n_tokens = 300, .n_pages = 5, .deadline_us = 10, .i_entry = -1};
+    struct sched_piece p[8];
+    struct sched *s;
+    cr_assert_eq(sched_open(&c, &s), 0);
+    cr_assert_eq(sched_add(s, &item), 0);
+    cr_expect_eq(sched_plan(s, &room, p), 0);
+    cr_expect_eq(sched_n_waiting(s), 0);
+    cr_expect_eq(sched_backlog_tokens(s), 300);
+    cr_expect_eq(sched_pop_expired(s, 11), &item);
+    cr_expect_eq(sched_backlog_tokens(s), 0);
     sched_close(s);
 }

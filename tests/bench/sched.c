@@ -107,7 +107,8 @@ static void bench_plan(const char *name, enum sched_policy policy, int32_t min, 
     int64_t n_pieces = 0;
     open_bench(&b, policy, min, max);
     for (int i = -50; i < n_steps; i++) {
-        struct sched_room room = {b.now_us, rate, SLOTS - sched_n_running(b.s), 1000000};
+        struct sched_room room = {b.now_us, rate, SLOTS - sched_n_running(b.s),
+                                  1000000,  NULL, NULL};
         double start_us = clock_us();
         int32_t n = sched_plan(b.s, &room, pieces);
         double end_us = clock_us();
