@@ -51,6 +51,8 @@ int engine_open(const struct engine_config *c, struct model *model, struct queue
     if (rc == 0)
         rc = pages_init(&en->pages, sizes->n_pages, sizes->o.page_tokens);
     if (rc == 0)
+        rc = engine_prefix_open(en, c);
+    if (rc == 0)
         rc = trace_init(&en->trace);
     if (rc == 0)
         rc = steps_init(&en->feed);
@@ -77,6 +79,7 @@ void engine_close(struct engine *en)
     sched_close(en->sched);
     slots_fini(&en->slots);
     pages_fini(&en->pages);
+    prefix_fini(&en->prefix);
     for (int i = 0; i < STEPS_IN_FLIGHT; i++)
         step_close(&en->steps[i]);
     free(en->plan);
@@ -91,6 +94,7 @@ void engine_close(struct engine *en)
 
 static void engine_add(struct engine *en, struct request *r)
 {
+    engine_prefix_enter(en, r);
     int rc = sched_add(en->sched, &r->item);
     if (rc == ERR_FULL)
         engine_end_request(en, r, OUTCOME_OVERLOAD, "the queue is full");
@@ -105,6 +109,7 @@ static void engine_take(struct engine *en, int64_t wait_us)
     for (int32_t i = 0; i < n; i++) {
         struct request *r = batch[i];
         r->slot = -1;
+        r->n_all_pages = r->item.n_pages;
         r->prev = NULL;
         r->next = en->first;
         if (en->first)
@@ -133,11 +138,6 @@ static void engine_end_cancelled(struct engine *en)
         if (atomic_load(&r->cancelled) && !r->is_ending)
             engine_end_request(en, r, OUTCOME_CANCELLED, "cancelled");
     }
-}
-
-static struct request *engine_request_of(struct sched_item *item)
-{
-    return (struct request *)((char *)item - offsetof(struct request, item));
 }
 
 static void engine_end_expired(struct engine *en)
@@ -199,8 +199,11 @@ static bool engine_launch(struct engine *en)
 {
     struct sched_room room = {.now_us = request_now_us(),
                               .rate_tokens_per_us = rate_tokens_per_us(&en->rate, UNKNOWN_RATE),
-                              .n_free_slots = en->slots.n_free,
-                              .n_free_pages = en->pages.n_free};
+                              .n_free_slots = en->slots.n_free + en->prefix.n_ranked,
+                              .n_free_pages = en->pages.n_free + en->pages.n_cached,
+                              .admit = engine_try_admit,
+                              .arg = en};
+    en->plan_number = en->step_number + 1;
     int32_t n = sched_plan(en->sched, &room, en->plan);
     int64_t planned_us = request_now_us();
     if (n == 0)
@@ -210,19 +213,22 @@ static bool engine_launch(struct engine *en)
     for (int32_t i = 0; i < n; i++) {
         const struct sched_piece *p = &en->plan[i];
         struct request *r = engine_request_of(p->item);
-        if (p->is_first)
-            engine_admit(en, r);
+        if (p->is_first && r->copy_from >= 0)
+            step_copy_in(s, r->copy_from, r->slot);
         if (r->started_us == 0)
             r->started_us = planned_us;
         r->n_in_flight++;
         step_add(s, r, p->start, p->n_tokens, p->is_last);
+        engine_prefix_pack(en, s, r, p->start + p->n_tokens);
     }
     step_seal(s);
     engine_publish_metrics(en);
     s->launched_us = planned_us;
     en->n_in_flight++;
     trace_start(&en->traces[s - en->steps], s->number, &s->host, room.now_us, planned_us);
-    if (model_launch(en->model, &s->host, s->results) != 0)
+    int rc = model_launch(en->model, &s->host, s->results);
+    engine_prefix_launched(en, s, rc == 0 && !s->is_abandoned);
+    if (rc != 0)
         engine_lose_device(en);
     en->traces[s - en->steps].launched_us = request_now_us();
     return true;

@@ -1,6 +1,6 @@
 /* The engine: one thread that owns the running set, the pools and the device.
  *
- * Takes requests from the queue, plans steps with sched, packs them with step, runs them on the
+ * Takes requests from the queue, finds what they share (engine_prefix.c), plans steps with sched, packs them with step, runs them on the
  * model with up to two in flight, publishes results and ends requests. A request leaves through
  * one function (engine_end_request in engine.c) from every state it can be in. Never touches a
  * socket, never allocates per token. Only this module decides that the device is lost. */
@@ -20,7 +20,12 @@ struct engine_config {
     enum sched_policy policy;
     int32_t max_waiting; /* the queue's length */
     int32_t max_decodes; /* generated tokens computed in a step; 0: no limit of its own */
-    bool shuffle;        /* tests: hand out slots and pages in random order */
+    /* Shared prefixes: a prompt leaves a state every so many tokens, at least, and at its end when
+     * it computed so many; 0: 2048. */
+    int32_t checkpoint_tokens;
+    int32_t min_shared_tokens; /* that it must save to cut a prompt where others part; 0: 256 */
+    int32_t cache_share;       /* thousandths of each pool that kept states may take; 0: 500 */
+    bool shuffle;              /* tests: hand out slots and pages in random order */
     uint64_t shuffle_seed;
 };
 

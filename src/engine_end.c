@@ -28,21 +28,28 @@ static void engine_shuffle(struct engine *en)
     }
 }
 
-void engine_admit(struct engine *en, struct request *r)
+void engine_admit(struct engine *en, struct request *r, struct prefix_node *hit)
 {
     if (en->shuffle)
         engine_shuffle(en);
+    int32_t n_shared = hit ? hit->n_pages : 0;
+    for (int32_t i = 0; i < n_shared; i++) {
+        r->pages[i] = hit->pages[i];
+        pages_hold(&en->pages, r->pages[i]);
+    }
+    r->copy_from = hit ? hit->slot : -1;
+    r->n_cached = r->n_computed = hit ? hit->depth : 0;
     r->slot = slots_alloc(&en->slots);
-    int rc = pages_alloc(&en->pages, r->item.n_pages, r->pages);
+    int rc = pages_alloc(&en->pages, r->n_all_pages - n_shared, r->pages + n_shared);
     if (r->slot < 0 || rc != 0) {
-        /* The plan counted them; running out here would mix up two requests' states. */
+        /* They were counted; running out here would mix up two requests' states. */
         log_error("id=%s event=pool_miscount slot=%d pages=%d", r->id, r->slot,
-                  r->item.n_pages);
+                  r->n_all_pages - n_shared);
         abort();
     }
-    r->n_pages = r->item.n_pages;
+    r->n_pages = r->n_all_pages;
     en->n_admitted++;
-    en->admitted_left += r->n_ids;
+    en->admitted_left += r->n_ids - r->n_computed;
     queue_leave(en->queue, 1, r->n_ids);
 }
 
@@ -110,6 +117,7 @@ void engine_end_request(struct engine *en, struct request *r, enum outcome outco
 {
     if (!r->is_ending) {
         sched_remove(en->sched, &r->item);
+        engine_prefix_leave(en, r, outcome == OUTCOME_ERROR);
         r->outcome = outcome;
         errmsg_set(&r->error, 0, "%s", why);
         r->is_ending = true;
@@ -121,6 +129,7 @@ void engine_end_request(struct engine *en, struct request *r, enum outcome outco
     if (r->n_in_flight > 0)
         return;
     engine_release(en, r, r->outcome == OUTCOME_ERROR);
+    engine_prefix_trim(en);
     engine_unlink(en, r);
     r->ended_us = request_now_us();
     if (r->outcome == OUTCOME_OK)

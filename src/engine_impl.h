@@ -4,9 +4,11 @@
 #define PREFILLD_ENGINE_IMPL_H
 
 #include <pthread.h>
+#include <stddef.h>
 
 #include "engine.h"
 #include "pages.h"
+#include "prefix.h"
 #include "rate.h"
 #include "slots.h"
 #include "step.h"
@@ -21,6 +23,9 @@ struct engine {
     struct sched *sched;
     struct slots slots;
     struct pages pages;
+    struct prefix prefix;
+    int32_t checkpoint_tokens, min_shared_tokens;
+    int32_t max_cached_slots, max_cached_pages;
     struct step steps[STEPS_IN_FLIGHT];
     struct trace_step traces[STEPS_IN_FLIGHT]; /* of the same steps */
     struct trace trace;
@@ -28,6 +33,7 @@ struct engine {
     struct steps_record record; /* of the step being published */
     int32_t i_oldest, n_in_flight;
     int64_t step_number;
+    int64_t plan_number; /* of the step being planned and packed, or planned last */
     int64_t last_end_us;
     struct rate rate;      /* of ended steps */
     struct request *first; /* every request the engine holds */
@@ -48,13 +54,35 @@ struct engine {
 
 /* ---- engine_end.c: what a request holds, and the one way out ---- */
 
-/* Takes the slot and the pages that the plan counted for r. */
-void engine_admit(struct engine *en, struct request *r);
+static inline struct request *engine_request_of(struct sched_item *item)
+{
+    return (struct request *)((char *)item - offsetof(struct request, item));
+}
+
+/* Takes a slot and pages for r, which are free; it begins at hit (NULL: at its start). */
+void engine_admit(struct engine *en, struct request *r, struct prefix_node *hit);
 void engine_publish_metrics(struct engine *en);
 /* Ends r, from whatever state it is in: takes it out of the scheduler, gives back all it holds,
  * hands it to its owner. With pieces in flight the rest happens when the last of them ends. */
 void engine_end_request(struct engine *en, struct request *r, enum outcome outcome,
                         const char *why);
 void engine_end_all(struct engine *en, const char *why);
+
+/* ---- engine_prefix.c: what prompts share ---- */
+
+int engine_prefix_open(struct engine *en, const struct engine_config *c);
+/* Puts r's prompt into the tree, before sched_add. */
+void engine_prefix_enter(struct engine *en, struct request *r);
+/* sched_room's admit; arg is the engine. */
+enum sched_answer engine_try_admit(void *arg, struct sched_item *item);
+/* A piece of r that ends at token `end` is in the step being packed: keeps its state where that is
+ * wanted. */
+void engine_prefix_pack(struct engine *en, struct step *s, struct request *r, int32_t end);
+/* The step was launched, whole or not: what it keeps can be used, or is dropped. */
+void engine_prefix_launched(struct engine *en, struct step *s, bool is_whole);
+/* r is in no plan any more; is_bad: the states it left go, too. */
+void engine_prefix_leave(struct engine *en, struct request *r, bool is_bad);
+/* Evicts until kept states are within their share. */
+void engine_prefix_trim(struct engine *en);
 
 #endif

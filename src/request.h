@@ -43,6 +43,8 @@ struct request_piece {
 
 enum finish { FINISH_LENGTH, FINISH_STOP };
 
+struct prefix_node;
+
 struct request {
     atomic_int refs;
     atomic_bool cancelled; /* set by any thread, read by the engine at step boundaries */
@@ -57,6 +59,11 @@ struct request {
     int32_t logprobs_from; /* with LOGPROBS_ALL: rows before this one are left out, as 0 */
     int32_t n_top;         /* candidates wanted, 0..TOP_MAX */
     int64_t arrival_us;    /* monotonic */
+    /* Whether it may begin at a state that another prompt under the same key left, and leave some;
+     * once: they go with the last of these requests. */
+    bool shares, shares_once;
+    int32_t *share_key; /* [n_share_key], owned; NULL: none, which is a key, too */
+    int32_t n_share_key;
     /* Called once by the engine thread when the request has ended, after results are in place
      * and all pool memory was returned; must not block. */
     void (*done)(struct request *r, void *arg);
@@ -70,13 +77,21 @@ struct request {
     struct sched_item item;      /* arrival, deadline, priority, lengths */
     struct request *prev, *next; /* engine's list */
     int32_t slot;                /* -1: none */
-    int32_t *pages;              /* [item.n_pages] page table, owned; room from the start */
+    int32_t *pages;              /* [n_all_pages] page table, owned; room from the start */
     int32_t n_pages;             /* entries in use; 0: not admitted */
-    int32_t n_in_flight;         /* pieces in steps that have not ended */
-    int32_t n_computed;          /* tokens in steps that have ended */
-    struct sampler sampler;      /* with sampling */
-    struct top_entry chosen;     /* with sampling: the token the last step chose */
-    bool is_ending;              /* ended while pieces are in flight; freed at their end */
+    int32_t n_all_pages;         /* of these, shared ones counted in */
+    int32_t copy_from;        /* slot that its first piece's state is copied from; -1: none */
+    struct prefix_node *path; /* where its prompt ends in the tree; NULL: not in it */
+    struct prefix_node *use;  /* the deepest node it may begin at */
+    struct prefix_node *parked_at;
+    struct request *parked_next;
+    struct prefix_node *wanted; /* kept for it while it waits */
+    int32_t kept_at;            /* of its states kept or begun at the deepest, in tokens */
+    int32_t n_in_flight;        /* pieces in steps that have not ended */
+    int32_t n_computed;         /* tokens in steps that have ended */
+    struct sampler sampler;     /* with sampling */
+    struct top_entry chosen;    /* with sampling: the token the last step chose */
+    bool is_ending;             /* ended while pieces are in flight; freed at their end */
 
     /* ---- the answer; valid in done() ---- */
     enum outcome outcome;

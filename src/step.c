@@ -24,9 +24,12 @@ int step_open(struct step *s, const struct step_limits *l)
     s->targets = step_ints((size_t)l->max_rows);
     s->row_top = step_ints((size_t)l->max_rows);
     s->samples = calloc((size_t)l->max_seqs, sizeof(*s->samples));
-    if (!s->pieces || !s->results || !s->tokens || !s->positions || !s->cu_seqlens ||
-        !s->start || !s->slots || !s->page_table || !s->rows || !s->targets || !s->row_top ||
-        !s->samples) {
+    s->copies_in = calloc((size_t)l->max_seqs, sizeof(*s->copies_in));
+    s->copies_out = calloc((size_t)l->max_seqs, sizeof(*s->copies_out));
+    s->taken = calloc((size_t)l->max_seqs, sizeof(struct prefix_node *));
+    if (!s->copies_in || !s->copies_out || !s->taken || !s->pieces || !s->results ||
+        !s->tokens || !s->positions || !s->cu_seqlens || !s->start || !s->slots ||
+        !s->page_table || !s->rows || !s->targets || !s->row_top || !s->samples) {
         step_close(s);
         return ERR_NOMEM;
     }
@@ -47,6 +50,9 @@ void step_close(struct step *s)
     free(s->targets);
     free(s->row_top);
     free(s->samples);
+    free(s->copies_in);
+    free(s->copies_out);
+    free(s->taken);
     memset(s, 0, sizeof(*s));
 }
 
@@ -55,7 +61,7 @@ void step_reset(struct step *s, int64_t number)
     s->number = number;
     s->launched_us = 0;
     s->is_abandoned = false;
-    s->n_pieces = 0;
+    s->n_pieces = s->n_taken = 0;
     memset(&s->host, 0, sizeof(s->host));
     s->cu_seqlens[0] = 0;
 }
@@ -109,6 +115,16 @@ void step_add(struct step *s, struct request *r, int32_t start, int32_t n_tokens
     s->cu_seqlens[i + 1] = s->host.n_tokens;
 }
 
+void step_copy_in(struct step *s, int32_t from, int32_t to)
+{
+    s->copies_in[s->host.n_copies_in++] = (struct slot_copy){from, to};
+}
+
+void step_copy_out(struct step *s, int32_t from, int32_t to)
+{
+    s->copies_out[s->host.n_copies_out++] = (struct slot_copy){from, to};
+}
+
 void step_seal(struct step *s)
 {
     s->host.n_seqs = s->n_pieces;
@@ -123,6 +139,8 @@ void step_seal(struct step *s)
     s->host.targets = s->targets;
     s->host.row_top = s->row_top;
     s->host.samples = s->samples;
+    s->host.copies_in = s->copies_in;
+    s->host.copies_out = s->copies_out;
 }
 
 static void step_copy_top(struct top_entry *dst, const struct row_result *src, int32_t n)

@@ -32,7 +32,10 @@ struct step {
     struct row_result *results; /* [max_rows] host */
     int32_t *tokens, *positions, *cu_seqlens, *start, *slots, *page_table;
     int32_t *rows, *targets, *row_top;
-    struct row_sample *samples; /* [max_seqs] */
+    struct row_sample *samples;               /* [max_seqs] */
+    struct slot_copy *copies_in, *copies_out; /* [max_seqs] */
+    struct prefix_node **taken; /* [max_seqs] the engine's: what copies_out go to */
+    int32_t n_taken;
     struct step_limits limits;
 };
 
@@ -44,6 +47,10 @@ void step_reset(struct step *s, int64_t number);
 /* Adds a piece [start, start + n_tokens) of r, which has its slot and pages. The caller keeps
  * the sums within the limits. */
 void step_add(struct step *s, struct request *r, int32_t start, int32_t n_tokens, bool is_last);
+/* A state slot that is copied before the first layer, or behind the last; at most one of each for
+ * a piece. */
+void step_copy_in(struct step *s, int32_t from, int32_t to);
+void step_copy_out(struct step *s, int32_t from, int32_t to);
 /* Fills s->host. */
 void step_seal(struct step *s);
 /* Copies a piece's results into its request. Returns the number of rows that hold NaN or

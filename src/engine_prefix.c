@@ -1,0 +1,432 @@
+/* Prefixes that prompts share: who begins at whose state, where states are kept, and what is given
+ * up for room.
+ *
+ * A kept state (checkpoint) is a node of the tree with a slot of its own, cached, and a reference
+ * on every page before it. It lies at a multiple of the page size, which is one of 64, so that it
+ * has the bits of a cold start and no page is written by two. A request that begins there gets a
+ * copy of the slot in its first step; a piece that ends there has its slot copied behind the step's
+ * layers. Both copies are part of the step, so the order of steps is their order.
+ *
+ * When a request is admitted the nodes it will pass become its own (maker). Those where another
+ * waiting prompt parts from it, and its end, are pending: a piece ends there. A request that could
+ * begin at a pending node is parked until the step that makes it is launched. */
+#include <stdlib.h>
+
+#include "config.h"
+#include "engine_impl.h"
+
+enum { CHECKPOINT_TOKENS = 2048, MIN_SHARED_TOKENS = 256, CACHE_SHARE = 500 };
+
+int engine_prefix_open(struct engine *en, const struct engine_config *c)
+{
+    int64_t share = c->cache_share ? c->cache_share : CACHE_SHARE;
+    en->checkpoint_tokens = c->checkpoint_tokens ? c->checkpoint_tokens : CHECKPOINT_TOKENS;
+    en->min_shared_tokens = c->min_shared_tokens ? c->min_shared_tokens : MIN_SHARED_TOKENS;
+    en->max_cached_slots = (int32_t)(en->slots.n_total * share / 1000);
+    en->max_cached_pages = (int32_t)(en->pages.n_total * share / 1000);
+    return prefix_init(&en->prefix, en->pages.page_tokens);
+}
+
+/* ---- what a request takes ---- */
+
+/* v NULL: at its start. */
+static void begin_at(struct engine *en, struct request *r, const struct prefix_node *v)
+{
+    r->item.n_planned = v ? v->depth : 0;
+    r->item.n_pages = r->n_all_pages - r->item.n_planned / en->pages.page_tokens;
+}
+
+void engine_prefix_enter(struct engine *en, struct request *r)
+{
+    /* The row of a token comes from the token before it, which must be computed. */
+    int32_t n_use = r->n_prompt - 1, n_end = r->n_prompt, P = en->pages.page_tokens;
+    if (r->logprobs == LOGPROBS_ALL && r->logprobs_from - 1 < n_use)
+        n_use = r->logprobs_from > 1 ? r->logprobs_from - 1 : 0;
+    if (r->shares_once)
+        n_end = n_use;
+    if (!r->shares || n_end < P)
+        return;
+    r->path = prefix_insert(&en->prefix, r->share_key, r->n_share_key, r->ids, n_end);
+    r->use = r->path ? prefix_above(&en->prefix, r->path, n_use - n_use % P) : NULL;
+    if (!r->use) { /* memory is short: it goes alone */
+        prefix_unref(&en->prefix, r->path);
+        r->path = NULL;
+        return;
+    }
+    prefix_add_user(r->use, 1);
+    begin_at(en, r, prefix_nearest(r->use));
+}
+
+/* ---- a node's state ---- */
+
+/* v has no state any more, nor is to have one. wipe: as engine_release. */
+static void give_up(struct engine *en, struct prefix_node *v, bool wipe)
+{
+    for (int32_t i = 0; i < v->n_pages; i++) {
+        bool is_freed;
+        pages_uncache(&en->pages, v->pages[i], &is_freed);
+        if (is_freed && (PREFILLD_POISON || wipe))
+            model_poison_page(en->model, v->pages[i]);
+    }
+    if (v->slot >= 0) {
+        if (PREFILLD_POISON || wipe)
+            model_poison_slot(en->model, v->slot);
+        slots_free(&en->slots, v->slot);
+        v->slot = -1;
+    }
+    free(v->pages);
+    v->pages = NULL;
+    v->n_pages = 0;
+    v->state = PREFIX_NONE;
+}
+
+static void drop(struct engine *en, struct prefix_node *v, bool is_bad)
+{
+    prefix_unrank(&en->prefix, v, false);
+    give_up(en, v, is_bad);
+    prefix_unref(&en->prefix, v);
+}
+
+static void drop_for_room(struct engine *en, struct prefix_node *v)
+{
+    prefix_unrank(&en->prefix, v, true);
+    give_up(en, v, false);
+    prefix_unref(&en->prefix, v);
+}
+
+static void unwant(struct request *r)
+{
+    if (r->wanted)
+        r->wanted->n_wanted--;
+    r->wanted = NULL;
+}
+
+/* Those that waited for v wait for their turn: with its state, or with what there is. */
+static void unpark(struct engine *en, struct prefix_node *v)
+{
+    struct request *r;
+    while ((r = v->parked) != NULL) {
+        v->parked = r->parked_next;
+        r->parked_at = NULL;
+        unwant(r);
+        if (v->state == PREFIX_READY) {
+            r->wanted = v;
+            v->n_wanted++;
+        }
+        begin_at(en, r, prefix_nearest(r->use));
+        sched_unpark(en->sched, &r->item);
+    }
+}
+
+static bool pend(struct prefix_node *v, struct request *maker, int32_t page_tokens)
+{
+    v->pages = malloc((size_t)(v->depth / page_tokens) * sizeof(*v->pages));
+    if (!v->pages)
+        return false;
+    v->state = PREFIX_PENDING;
+    v->maker = maker;
+    prefix_ref(v);
+    return true;
+}
+
+static void unpend(struct engine *en, struct prefix_node *v)
+{
+    give_up(en, v, false);
+    unpark(en, v);
+    prefix_unref(&en->prefix, v);
+}
+
+/* Tokens that v's state saves, and the bytes that it alone takes. */
+static int32_t saved_by(const struct engine *en, const struct prefix_node *v, double *bytes)
+{
+    const struct model_sizes *z = model_sizes_of(en->model);
+    const struct prefix_node *above = v->parent ? prefix_nearest(v->parent) : NULL;
+    int32_t n = v->depth - (above ? above->depth : 0);
+    *bytes = (double)z->slot_bytes + (double)z->page_bytes * (n / en->pages.page_tokens);
+    return n;
+}
+
+static int rank(struct engine *en, struct prefix_node *v)
+{
+    double bytes;
+    int32_t n = saved_by(en, v, &bytes);
+    return prefix_rank(&en->prefix, v, n, bytes);
+}
+
+/* ---- room ---- */
+
+/* What a waiting request was unparked for goes only when nothing runs that could end instead; and
+ * what the step being packed reads stays. */
+static bool can_evict(const struct engine *en, const struct prefix_node *v,
+                      const struct prefix_node *except)
+{
+    return v != except && v->used_step != en->plan_number &&
+           (v->n_wanted == 0 || en->n_admitted == 0);
+}
+
+static struct prefix_node *least(const struct engine *en, const struct prefix_node *except)
+{
+    struct prefix_node *found = NULL;
+    for (int32_t i = 0; i < en->prefix.n_ranked; i++) {
+        struct prefix_node *v = en->prefix.ranking[i];
+        if (can_evict(en, v, except) && (!found || v->worth < found->worth))
+            found = v;
+        if (found && i == 0) /* the first of the heap */
+            break;
+    }
+    return found;
+}
+
+static bool evict(struct engine *en, const struct prefix_node *except)
+{
+    struct prefix_node *v = least(en, except);
+    if (v)
+        drop_for_room(en, v);
+    return v != NULL;
+}
+
+/* Pages that are free or would be if all states but hit's were evicted. */
+static int32_t pages_in_reach(const struct engine *en, const struct prefix_node *hit)
+{
+    int32_t n = en->pages.n_free + en->pages.n_cached;
+    for (int32_t i = 0; hit && i < hit->n_pages; i++)
+        n -= en->pages.held_refs[hit->pages[i]] == 0;
+    return n;
+}
+
+/* Evicts until r, which begins at *hit (NULL: at its start), has a slot and its pages. When nothing
+ * else could make room *hit is given up, too, and is then another. */
+static bool make_room(struct engine *en, struct request *r, struct prefix_node **hit)
+{
+    for (;;) {
+        int32_t own = r->n_all_pages - (*hit ? (*hit)->n_pages : 0);
+        if (en->slots.n_free > 0 && en->pages.n_free >= own)
+            return true;
+        if (pages_in_reach(en, *hit) >= own && evict(en, *hit))
+            continue;
+        if (!*hit || en->n_admitted > 0)
+            return false;
+        drop_for_room(en, *hit);
+        *hit = prefix_nearest(r->use);
+    }
+}
+
+/* A slot for v's state. is_wanted: others wait for it; else it must be worth more than what goes
+ * for it. */
+static bool get_slot(struct engine *en, struct prefix_node *v, bool is_wanted)
+{
+    double bytes;
+    int32_t n = saved_by(en, v, &bytes);
+    struct prefix_node *above = v->parent ? prefix_nearest(v->parent) : NULL;
+    bool is_full =
+        en->slots.n_free == 0 || (!is_wanted && en->prefix.n_ranked >= en->max_cached_slots);
+    if (is_full) {
+        struct prefix_node *u = least(en, above);
+        if (!u || (!is_wanted && u->worth > prefix_worth(&en->prefix, n, bytes)))
+            return false;
+        drop_for_room(en, u);
+    }
+    v->slot = slots_alloc(&en->slots);
+    if (v->slot >= 0)
+        slots_cache(&en->slots, v->slot);
+    return v->slot >= 0;
+}
+
+/* ---- admission ---- */
+
+/* The first pending node ahead of r, which has been planned up to n_planned, is where its next
+ * piece must end. */
+static void set_cut(struct request *r, int32_t n_planned)
+{
+    r->item.cut_at = 0;
+    for (const struct prefix_node *v = r->path; v && v->depth > n_planned; v = v->parent)
+        if (v->state == PREFIX_PENDING && v->maker == r)
+            r->item.cut_at = v->depth;
+}
+
+/* Whether v's maker, which is under way, will leave its state there. */
+static bool ask(struct engine *en, struct prefix_node *v)
+{
+    struct request *m = v->maker;
+    int32_t n_planned = sched_n_planned(en->sched, &m->item);
+    if (v->state == PREFIX_PENDING)
+        return true;
+    if (n_planned >= v->depth || !pend(v, m, en->pages.page_tokens))
+        return false;
+    set_cut(m, n_planned);
+    sched_cut_changed(en->sched, &m->item);
+    return true;
+}
+
+/* Parks r where it would begin further down than at `from` tokens. */
+static bool park(struct engine *en, struct request *r, int32_t from)
+{
+    for (struct prefix_node *v = r->use; v && v->depth > from; v = v->parent) {
+        bool is_kept = v->state == PREFIX_PENDING;
+        if (!v->maker || v->maker->item.priority > r->item.priority ||
+            (!is_kept && v->depth - from < en->min_shared_tokens) || !ask(en, v))
+            continue;
+        if (v->slot < 0 && !get_slot(en, v, true))
+            continue;
+        r->parked_at = v;
+        r->parked_next = v->parked;
+        v->parked = r;
+        return true;
+    }
+    return false;
+}
+
+/* r was admitted and begins at n_planned tokens: what lies ahead is its own, unless another makes
+ * it. */
+static void claim(struct engine *en, struct request *r, int32_t n_planned)
+{
+    const struct prefix_node *below = NULL;
+    for (struct prefix_node *v = r->path; v && v->depth > n_planned; v = v->parent) {
+        int32_t n = v->depth - n_planned;
+        int64_t n_others = v->n_users - (below ? below->n_users : 0);
+        bool is_branch = n_others * n >= en->min_shared_tokens ||
+                         (v->n_children > 1 && n >= en->min_shared_tokens);
+        bool is_end = v == r->path && !r->shares_once && n >= en->checkpoint_tokens;
+        below = v;
+        if (v->maker && sched_n_planned(en->sched, &v->maker->item) < v->depth)
+            continue;
+        v->maker = r;
+        if (v->state == PREFIX_NONE && (is_branch || is_end))
+            pend(v, r, en->pages.page_tokens);
+    }
+    set_cut(r, n_planned);
+}
+
+enum sched_answer engine_try_admit(void *arg, struct sched_item *item)
+{
+    struct engine *en = arg;
+    struct request *r = engine_request_of(item);
+    struct prefix_node *hit = r->path ? prefix_nearest(r->use) : NULL;
+    if (r->path && park(en, r, hit ? hit->depth : 0))
+        return SCHED_PARK;
+    bool has_room = make_room(en, r, &hit);
+    begin_at(en, r, hit);
+    if (!has_room)
+        return SCHED_NO_ROOM;
+    engine_admit(en, r, hit);
+    if (!r->path)
+        return SCHED_ADMIT;
+    if (hit) {
+        hit->used_step = en->plan_number;
+        rank(en, hit);
+    }
+    r->kept_at = item->n_planned;
+    unwant(r);
+    prefix_add_user(r->use, -1);
+    claim(en, r, item->n_planned);
+    return SCHED_ADMIT;
+}
+
+/* ---- keeping ---- */
+
+static void keep(struct engine *en, struct step *s, struct request *r, struct prefix_node *v)
+{
+    bool is_wanted = v->parked || (r->shares_once && v->n_users > 0);
+    if (v->slot < 0 && ((r->shares_once && !is_wanted) || !get_slot(en, v, is_wanted))) {
+        unpend(en, v);
+        return;
+    }
+    v->n_pages = v->depth / en->pages.page_tokens;
+    for (int32_t i = 0; i < v->n_pages; i++) {
+        v->pages[i] = r->pages[i];
+        pages_cache(&en->pages, v->pages[i]);
+    }
+    v->made_by = r->item.seq;
+    r->kept_at = v->depth;
+    step_copy_out(s, r->slot, v->slot);
+    s->taken[s->n_taken++] = v;
+}
+
+/* The node of r's path at `end`, when its state is to be kept; NULL: it is not. */
+static struct prefix_node *to_keep(struct engine *en, struct request *r, int32_t end)
+{
+    struct prefix_node *v = r->path;
+    if (end > v->depth)
+        return NULL;
+    while (v->depth > end && v->parent && v->parent->depth >= end)
+        v = v->parent;
+    if (v->depth == end && v->state == PREFIX_PENDING && v->maker == r)
+        return v;
+    if (r->shares_once || end % en->pages.page_tokens ||
+        end - r->kept_at < en->checkpoint_tokens)
+        return NULL;
+    v = prefix_above(&en->prefix, v, end);
+    return v && v->state == PREFIX_NONE && pend(v, r, en->pages.page_tokens) ? v : NULL;
+}
+
+void engine_prefix_pack(struct engine *en, struct step *s, struct request *r, int32_t end)
+{
+    if (!r->path || end > r->n_prompt)
+        return;
+    struct prefix_node *v = to_keep(en, r, end);
+    if (v)
+        keep(en, s, r, v);
+    if (r->item.cut_at > 0 && r->item.cut_at <= end) {
+        set_cut(r, end);
+        sched_cut_changed(en->sched, &r->item);
+    }
+}
+
+void engine_prefix_launched(struct engine *en, struct step *s, bool is_whole)
+{
+    for (int32_t i = 0; i < s->n_taken; i++) {
+        struct prefix_node *v = s->taken[i];
+        if (!is_whole || rank(en, v) != 0) {
+            unpend(en, v);
+            continue;
+        }
+        v->state = PREFIX_READY;
+        unpark(en, v);
+    }
+    s->n_taken = 0;
+}
+
+/* ---- leaving ---- */
+
+static void leave_parked(struct request *r)
+{
+    struct request **at = r->parked_at ? &r->parked_at->parked : NULL;
+    while (at && *at != r)
+        at = &(*at)->parked_next;
+    if (at)
+        *at = r->parked_next;
+    r->parked_at = NULL;
+}
+
+void engine_prefix_leave(struct engine *en, struct request *r, bool is_bad)
+{
+    if (!r->path)
+        return;
+    leave_parked(r);
+    unwant(r);
+    if (r->slot < 0)
+        prefix_add_user(r->use, -1);
+    for (struct prefix_node *v = r->path; v; v = v->parent) {
+        if (v->maker == r) {
+            v->maker = NULL;
+            if (v->state == PREFIX_PENDING)
+                unpend(en, v);
+        }
+        if (v->state == PREFIX_READY &&
+            ((is_bad && v->made_by == r->item.seq) ||
+             (r->shares_once && v->n_users == 0 && v->n_wanted == 0)))
+            drop(en, v, is_bad);
+    }
+    prefix_unref(&en->prefix, r->path);
+    r->path = r->use = NULL;
+}
+
+void engine_prefix_trim(struct engine *en)
+{
+    while (en->pages.n_cached > en->max_cached_pages) {
+        struct prefix_node *v = least(en, NULL);
+        if (!v || v->n_wanted > 0)
+            break;
+        drop_for_room(en, v);
+    }
+}

@@ -1,0 +1,295 @@
+/* Prompts that share prefixes: whoever begins at another's state has the bits of a cold start, and
+ * nothing leaks, whatever is cancelled, expired, evicted or broken meanwhile. Random trees of
+ * prompts from a printed seed, on pools of any size down to one slot, compared with memcmp to each
+ * prompt alone. (gdn.md section 4, faults 20-25, 39.) Plain program: runs under TSan too. */
+#include <math.h>
+
+#include "engine_impl.h"
+#include "log.h"
+#include "model_fixture.h"
+#include "rng.h"
+#include "tap.h"
+
+enum { N_PROMPTS = 40, N_TRUNKS = 3, MAX_AT_ONCE = 12, N_TOP = 3, MAX_TOKENS = 260 };
+
+/* Sanitizers look for other faults and are slow: fewer cases there. */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+enum { N_WORLDS = 10, N_ROUNDS = 6 };
+#else
+enum { N_WORLDS = 50, N_ROUNDS = 14 };
+#endif
+
+struct reference {
+    int32_t ids[MAX_TOKENS];
+    int32_t n;
+    float logprobs[MAX_TOKENS];
+    struct top_entry top[MAX_TOKENS * N_TOP];
+    struct top_entry next[N_TOP];
+};
+
+static struct reference refs[N_PROMPTS];
+
+static const struct backend_ops *real_ops;
+static struct backend_ops hooked;
+static int bad_in; /* steps until one has a bad row; negative: none */
+static int
+    n_mixed; /* lists of copies that depend on their order, which a device may not keep */
+
+static bool is_mixed(const struct slot_copy *c, int32_t n)
+{
+    for (int32_t i = 0; i < n; i++)
+        for (int32_t k = 0; k < n; k++)
+            if (c[i].to == c[k].from || (i != k && c[i].to == c[k].to))
+                return true;
+    return false;
+}
+
+static int hook_begin(struct backend *b, const struct batch_host *h, struct batch *out)
+{
+    n_mixed +=
+        is_mixed(h->copies_in, h->n_copies_in) + is_mixed(h->copies_out, h->n_copies_out);
+    return real_ops->step_begin(b, h, out);
+}
+
+static int hook_end(struct backend *b, const struct batch *batch, const struct row_result *src,
+                    struct row_result *dst)
+{
+    int rc = real_ops->step_end(b, batch, src, dst);
+    if (rc == 0 && bad_in >= 0 && batch->n_rows > 0 && bad_in-- == 0)
+        dst[0].n_bad = 1;
+    return rc;
+}
+
+/* A few trunks; the others go on where one of those before them was cut, often at a multiple of 64
+ * or next to it. */
+static void make_prompts(struct rng *rng, int32_t vocab)
+{
+    for (int i = 0; i < N_PROMPTS; i++) {
+        struct reference *p = &refs[i];
+        const struct reference *of = i < N_TRUNKS ? p : &refs[rng_int(rng, i)];
+        int32_t n_shared = 0;
+        p->n = i < N_TRUNKS ? MAX_TOKENS - rng_int(rng, 100) : 0;
+        if (i >= N_TRUNKS) {
+            n_shared = 64 * (1 + rng_int(rng, 4)) + rng_int(rng, 5) - 2;
+            n_shared = n_shared < of->n ? n_shared : of->n;
+            p->n = n_shared + rng_int(rng, 40);
+            p->n = p->n < MAX_TOKENS ? p->n : MAX_TOKENS;
+            memcpy(p->ids, of->ids, (size_t)n_shared * sizeof(int32_t));
+        }
+        for (int32_t t = n_shared; t < p->n; t++)
+            p->ids[t] = rng_int(rng, vocab);
+    }
+}
+
+/* A folder with the config.json of a model as small as the backends take, of both kinds of layers:
+ * cases count here, not depth. The caller removes it. */
+static void make_model(char dir[64])
+{
+    static const char config[] =
+        "{\"model_type\": \"qwen3_next\", \"architectures\": [\"Qwen3NextForCausalLM\"], "
+        "\"hidden_size\": 64, \"num_hidden_layers\": 3, \"vocab_size\": 96, "
+        "\"layer_types\": [\"linear_attention\", \"full_attention\", \"linear_attention\"], "
+        "\"linear_conv_kernel_dim\": 4, \"linear_key_head_dim\": 128, "
+        "\"linear_num_key_heads\": 1, \"linear_num_value_heads\": 1, "
+        "\"linear_value_head_dim\": 128, \"num_attention_heads\": 1, "
+        "\"num_key_value_heads\": 1, \"head_dim\": 256, \"partial_rotary_factor\": 0.25, "
+        "\"rope_theta\": 10000.0, \"rms_norm_eps\": 1e-06, \"intermediate_size\": 64, "
+        "\"mlp_only_layers\": [0, 1, 2], \"num_experts\": 0, \"hidden_act\": \"silu\", "
+        "\"max_position_embeddings\": 4096, \"tie_word_embeddings\": true, "
+        "\"eos_token_id\": 95}";
+    char path[96];
+    strcpy(dir, "/tmp/prefilld-share-XXXXXX");
+    if (!mkdtemp(dir))
+        exit(1);
+    snprintf(path, sizeof(path), "%s/config.json", dir);
+    FILE *f = fopen(path, "w");
+    if (!f || fputs(config, f) < 0 || fclose(f) != 0)
+        exit(1);
+}
+
+static void remove_model(const char *dir)
+{
+    char path[96];
+    snprintf(path, sizeof(path), "%s/config.json", dir);
+    unlink(path);
+    rmdir(dir);
+}
+
+static void make_references(const char *dir, struct rng *rng)
+{
+    struct fixture f;
+    struct engine_config c = {.max_waiting = 4};
+    struct model_options o = {.max_step_tokens = 512};
+    int n_done = 0;
+    if (fixture_open_as(&f, dir, &o, 2, true) != 0 || fixture_open_engine(&f, &c) != 0)
+        exit(1);
+    make_prompts(rng, f.arch.vocab);
+    for (int i = 0; i < N_PROMPTS; i++) {
+        struct reference *p = &refs[i];
+        struct request *r = fixture_request(&f, p->ids, p->n, LOGPROBS_ALL, N_TOP, &n_done);
+        fixture_run(&f, r);
+        memcpy(p->logprobs, r->prompt_logprobs, (size_t)p->n * sizeof(float));
+        memcpy(p->top, r->prompt_top, (size_t)p->n * N_TOP * sizeof(struct top_entry));
+        memcpy(p->next, r->next_top, sizeof(p->next));
+        request_unref(r);
+    }
+    fixture_close(&f);
+}
+
+static bool same_bits(const struct request *r, const struct reference *p)
+{
+    size_t from = r->logprobs_from > 1 ? (size_t)r->logprobs_from : 1;
+    if (memcmp(r->next_top, p->next, sizeof(p->next)) != 0)
+        return false;
+    if (r->logprobs != LOGPROBS_ALL || from >= (size_t)p->n)
+        return true;
+    size_t n = (size_t)p->n - from;
+    return memcmp(r->prompt_logprobs + from, p->logprobs + from, n * sizeof(float)) == 0 &&
+           memcmp(r->prompt_top + from * N_TOP, p->top + from * N_TOP,
+                  n * N_TOP * sizeof(struct top_entry)) == 0;
+}
+
+struct count {
+    long long requests, ok, hits, tokens_saved, cancelled, late, failed, kept;
+    int differ, unsound;
+};
+
+static bool is_sound(const struct fixture *f)
+{
+    const struct engine *en = f->engine;
+    return slots_is_sound(&en->slots) && pages_is_sound(&en->pages) &&
+           prefix_is_sound(&en->prefix);
+}
+
+/* Whether a state of r's is kept. */
+static bool has_left(const struct fixture *f, const struct request *r)
+{
+    const struct prefix *p = &f->engine->prefix;
+    for (int32_t i = 0; i < p->n_ranked; i++)
+        if (p->ranking[i]->made_by == r->item.seq)
+            return true;
+    return false;
+}
+
+static struct request *new_request(struct fixture *f, struct rng *rng, int i, int32_t key,
+                                   bool once, int *n_done)
+{
+    const struct reference *p = &refs[i];
+    enum logprobs_mode mode = rng_int(rng, 3) ? LOGPROBS_NEXT : LOGPROBS_ALL;
+    struct request *r = fixture_request(f, p->ids, p->n, mode, N_TOP, n_done);
+    if (mode == LOGPROBS_ALL && rng_int(rng, 8) > 0)
+        r->logprobs_from = p->n - rng_int(rng, p->n < 40 ? p->n : 40);
+    r->shares = rng_int(rng, 16) > 0;
+    r->shares_once = once;
+    r->n_share_key = 1;
+    r->share_key = malloc(sizeof(int32_t));
+    *r->share_key = key;
+    r->item.priority = rng_int(rng, 8) ? 0 : rng_int(rng, 3) - 1;
+    if (rng_int(rng, 16) == 0)
+        r->item.deadline_us = request_now_us() + rng_int(rng, 4000);
+    return r;
+}
+
+/* Some requests at once, joining at random turns; then all pools are looked at. */
+static void run_round(struct fixture *f, struct rng *rng, struct count *count, int32_t key,
+                      bool once)
+{
+    struct request *r[MAX_AT_ONCE];
+    int which[MAX_AT_ONCE], n_done = 0, n = 1 + rng_int(rng, MAX_AT_ONCE), n_pushed = 0;
+    bool is_rough = rng_int(rng, 3) == 0;
+    bad_in = rng_int(rng, 8) ? -1 : rng_int(rng, 4);
+    while (n_done < n) {
+        while (n_pushed < n && rng_int(rng, 8) != 0) {
+            int i = which[n_pushed] = rng_int(rng, N_PROMPTS);
+            r[n_pushed] = new_request(f, rng, i, key, once, &n_done);
+            queue_push(f->queue, r[n_pushed++]);
+        }
+        engine_turn(f->engine);
+        if (is_rough && n_pushed > 0 && rng_int(rng, 3) == 0)
+            engine_cancel(f->engine, r[rng_int(rng, n_pushed)]);
+        count->unsound += !is_sound(f);
+    }
+    bad_in = -1;
+    for (int i = 0; i < n; i++) {
+        count->requests++;
+        count->cancelled += r[i]->outcome == OUTCOME_CANCELLED;
+        count->late += r[i]->outcome == OUTCOME_DEADLINE;
+        count->failed += r[i]->outcome == OUTCOME_ERROR;
+        if (r[i]->outcome == OUTCOME_OK) {
+            count->ok++;
+            count->hits += r[i]->n_cached > 0;
+            count->tokens_saved += r[i]->n_cached;
+            count->differ += !same_bits(r[i], &refs[which[i]]);
+        }
+        count->unsound += r[i]->outcome == OUTCOME_ERROR && has_left(f, r[i]);
+        request_unref(r[i]);
+    }
+    const struct engine *en = f->engine;
+    bool is_idle = en->slots.n_held == 0 && en->pages.n_held == 0 &&
+                   en->slots.n_cached == en->prefix.n_ranked;
+    for (uint32_t i = 0; i < en->prefix.n_buckets; i++)
+        for (const struct prefix_node *v = en->prefix.buckets[i]; v; v = v->next)
+            is_idle &= v->n_users == 0 && v->n_wanted == 0 && !v->parked && !v->maker &&
+                       v->state != PREFIX_PENDING;
+    if (once)
+        is_idle &= en->prefix.n_ranked == 0 && en->prefix.n_nodes == 0;
+    count->kept += en->prefix.n_ranked;
+    count->unsound += !is_idle;
+}
+
+static void run_world(const char *dir, struct rng *rng, struct count *count)
+{
+    struct fixture f;
+    bool once = rng_int(rng, 4) == 0;
+    int32_t page_tokens = rng_int(rng, 4) ? 64 : 128;
+    struct model_options o = {.max_step_tokens = 64 * (1 + rng_int(rng, 6)),
+                              .max_seqs = 1 + rng_int(rng, 8),
+                              .page_tokens = page_tokens,
+                              .kv_tokens = MAX_TOKENS + 128 + 64 * rng_int(rng, 32),
+                              .max_prompt_tokens = MAX_TOKENS,
+                              .state_slots = 1 + rng_int(rng, 16)};
+    struct engine_config c = {.max_waiting = 64,
+                              .policy = rng_int(rng, 2) ? SCHED_FCFS : SCHED_SHORT_FIRST,
+                              .checkpoint_tokens = 64 * (1 + rng_int(rng, 4)),
+                              .min_shared_tokens = 1 + rng_int(rng, 200),
+                              .cache_share = 200 + rng_int(rng, 801),
+                              .shuffle = true,
+                              .shuffle_seed = rng_u64(rng)};
+    if (fixture_open_as(&f, dir, &o, 1, true) != 0 || fixture_open_engine(&f, &c) != 0)
+        exit(1);
+    real_ops = f.backend.ops;
+    hooked = *real_ops;
+    hooked.step_begin = hook_begin;
+    hooked.step_end = hook_end;
+    f.backend.ops = &hooked;
+    for (int i = 0; i < N_ROUNDS; i++)
+        run_round(&f, rng, count, rng_int(rng, 8) == 0, once);
+    f.backend.ops = real_ops;
+    fixture_close(&f);
+}
+
+int main(void)
+{
+    char dir[64];
+    struct rng rng = {20261130};
+    struct count count = {0};
+    make_model(dir);
+    bad_in = -1;
+    log_set_level(-1); /* faults are part of it */
+    printf("# seed %llu\n", (unsigned long long)rng.s);
+    make_references(dir, &rng);
+    for (int i = 0; i < N_WORLDS; i++)
+        run_world(dir, &rng, &count);
+    remove_model(dir);
+    printf("# %lld requests: %lld answered, %lld of them from a state (%lld tokens), "
+           "%lld cancelled, %lld late, %lld failed; states kept %lld\n",
+           count.requests, count.ok, count.hits, count.tokens_saved, count.cancelled,
+           count.late, count.failed, count.kept);
+    CHECK(count.differ == 0, "%lld answers have the bits of a cold start, %d have not",
+          count.ok, count.differ);
+    CHECK(count.unsound == 0, "nothing leaks (%d)", count.unsound);
+    CHECK(n_mixed == 0, "copies of slots do not depend on their order (%d)", n_mixed);
+    CHECK(count.hits > count.ok / 5, "prompts share");
+    CHECK(count.cancelled > 0 && count.failed > 0, "some were cancelled, some failed");
+    return tap_done();
+}
