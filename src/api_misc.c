@@ -83,8 +83,11 @@ void api_model(struct api *a, struct exchange *x)
 void api_metrics(struct api *a, struct exchange *x)
 {
     struct buf b;
+    /* The queue is there when the model is. */
+    bool is_loading = atomic_load(&a->phase) == PHASE_LOADING;
+    int64_t oldest_us = is_loading ? 0 : queue_oldest_us(a->queue);
     buf_init(&b);
-    metrics_render(a->metrics, &b);
+    metrics_render(a->metrics, oldest_us ? request_now_us() - oldest_us : 0, &b);
     exchange_reply(x, 200, "text/plain; version=0.0.4; charset=utf-8", &b);
 }
 

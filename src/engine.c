@@ -242,7 +242,6 @@ static void engine_measure(struct engine *en, const struct step *s)
     en->last_end_us = now_us;
     atomic_fetch_add(&en->metrics->steps, 1);
     atomic_fetch_add(&en->metrics->step_tokens, s->host.n_tokens);
-    atomic_fetch_add(&en->metrics->step_us, now_us - from_us);
     histogram_add(&en->metrics->steps_us, now_us - from_us);
     histogram_add(&en->metrics->step_sizes, s->host.n_tokens);
     histogram_add(&en->metrics->step_pieces, s->n_pieces);
@@ -328,11 +327,8 @@ static void engine_trace_step(struct engine *en, struct trace_step *t)
     if (model_times(en->model, &times)) {
         trace_set_times(t, &times);
         atomic_fetch_add(&en->metrics->steps_replayed, times.is_replayed);
-        if (times.gap_us >= 0) {
-            atomic_fetch_add(&en->metrics->gaps, 1);
-            atomic_fetch_add(&en->metrics->gap_ns, (long long)(times.gap_us * 1e3f));
+        if (times.gap_us >= 0)
             histogram_add(&en->metrics->gaps_ns, (int64_t)(times.gap_us * 1e3f));
-        }
     }
     t->published_us = request_now_us();
     trace_add(&en->trace, t);
@@ -346,6 +342,8 @@ static void engine_feed_step(struct engine *en, const struct trace_step *t)
     r->us = t->device_us >= 0 ? (int64_t)t->device_us : t->done_us - t->launch_us;
     r->gap_us = t->gap_us;
     metrics_get_pools(en->metrics, &r->pools);
+    int64_t oldest_us = queue_oldest_us(en->queue);
+    r->queue_age_us = oldest_us ? request_now_us() - oldest_us : 0;
     steps_add(&en->feed, r);
 }
 

@@ -50,7 +50,7 @@ void engine_admit(struct engine *en, struct request *r, struct prefix_node *hit)
     r->n_pages = r->n_all_pages;
     en->n_admitted++;
     en->admitted_left += r->n_ids - r->n_computed;
-    queue_leave(en->queue, 1, r->n_ids);
+    queue_leave(en->queue, r);
 }
 
 /* wipe: a fault left numbers there that must not be met again, whatever the build. */
@@ -122,7 +122,7 @@ void engine_end_request(struct engine *en, struct request *r, enum outcome outco
         errmsg_set(&r->error, 0, "%s", why);
         r->is_ending = true;
         if (r->slot < 0)
-            queue_leave(en->queue, 1, r->n_ids);
+            queue_leave(en->queue, r);
         else
             en->admitted_left -= r->n_ids - r->n_computed;
     }

@@ -62,9 +62,6 @@ void metrics_zero_steps(struct metrics *m)
 {
     atomic_store(&m->steps, 0);
     atomic_store(&m->step_tokens, 0);
-    atomic_store(&m->step_us, 0);
-    atomic_store(&m->gaps, 0);
-    atomic_store(&m->gap_ns, 0);
     atomic_store(&m->steps_replayed, 0);
     atomic_store(&m->prompt_tokens, 0);
     atomic_store(&m->new_tokens, 0);

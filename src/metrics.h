@@ -26,8 +26,6 @@ struct metrics {
     atomic_llong requests[OUTCOME_COUNT];
     atomic_llong steps;
     atomic_llong step_tokens;
-    atomic_llong step_us;       /* time steps took, launch to end */
-    atomic_llong gaps, gap_ns;  /* between steps, on a device that says so */
     atomic_llong steps_replayed;
     atomic_llong prompt_tokens; /* of requests answered */
     atomic_llong new_tokens;    /* generated */
@@ -56,8 +54,9 @@ void metrics_count(struct metrics *m, enum outcome o);
 /* Counts of steps and tokens begin anew. */
 void metrics_zero_steps(struct metrics *m);
 
-/* Prometheus text format 0.0.4, with HELP and TYPE for each. */
-void metrics_render(struct metrics *m, struct buf *out);
+/* Prometheus text format 0.0.4, with HELP and TYPE for each. queue_age_us: how long the request that
+ * waits longest has waited; the queue knows. */
+void metrics_render(struct metrics *m, int64_t queue_age_us, struct buf *out);
 
 const char *outcome_name(enum outcome o);
 

@@ -137,7 +137,7 @@ static void render_memory(const struct metrics *m, struct buf *out)
                    (long long)parts[i].bytes);
 }
 
-void metrics_render(struct metrics *m, struct buf *out)
+void metrics_render(struct metrics *m, int64_t queue_age_us, struct buf *out)
 {
     struct metrics_pools p;
     metrics_get_pools(m, &p);
@@ -145,6 +145,9 @@ void metrics_render(struct metrics *m, struct buf *out)
            p.requests_running);
     single(out, "prefilld_requests_waiting", "gauge", "Requests that wait for admission.",
            p.requests_waiting);
+    head(out, "prefilld_queue_age_seconds", "gauge",
+         "How long the request that waits longest has waited.");
+    buf_printf(out, "prefilld_queue_age_seconds %.6f\n", (double)queue_age_us / 1e6);
     pool(out, "prefilld_state_slots", "Slots of recurrent state.", p.slots_free, p.slots_held,
          p.slots_cached);
     pool(out, "prefilld_kv_pages", "Pages of keys and values.", p.pages_free, p.pages_held,
@@ -161,17 +164,9 @@ void metrics_render(struct metrics *m, struct buf *out)
            atomic_load(&m->steps));
     single(out, "prefilld_step_tokens_total", "counter", "Prompt tokens in those steps.",
            atomic_load(&m->step_tokens));
-    head(out, "prefilld_step_seconds_total", "counter", "Time those steps took.");
-    buf_printf(out, "prefilld_step_seconds_total %.6f\n",
-               (double)atomic_load(&m->step_us) / 1e6);
-    single(out, "prefilld_gaps_total", "counter",
-           "Steps launched while the one before ran, on a device that measures the gap.",
-           atomic_load(&m->gaps));
     single(out, "prefilld_steps_replayed_total", "counter",
            "Steps whose layers were launched at once, as recorded for an earlier step.",
            atomic_load(&m->steps_replayed));
-    head(out, "prefilld_gap_seconds_total", "counter", "Time the device idled before those.");
-    buf_printf(out, "prefilld_gap_seconds_total %.9f\n", (double)atomic_load(&m->gap_ns) / 1e9);
     single(out, "prefilld_prompt_tokens_total", "counter",
            "Prompt tokens of requests that were computed to their end.",
            atomic_load(&m->prompt_tokens));

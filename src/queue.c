@@ -14,6 +14,7 @@ struct queue {
     int32_t max_waiting;
     int32_t i_head, n_ring; /* oldest in the ring; how many */
     uint64_t next_seq;
+    struct request *oldest, *newest; /* of those that wait, in the order of pushes */
     bool is_woken; /* queue_wake or queue_stop came; cleared by the take that answers it */
     /* Written under the lock, read also without. */
     atomic_int n_waiting; /* in the ring, or taken and not left */
@@ -69,6 +70,18 @@ void queue_close(struct queue *q)
     free(q);
 }
 
+/* The lock is held. */
+static void add_waiting(struct queue *q, struct request *r)
+{
+    r->older = q->newest;
+    r->newer = NULL;
+    if (q->newest)
+        q->newest->newer = r;
+    else
+        q->oldest = r;
+    q->newest = r;
+}
+
 int queue_push_all(struct queue *q, struct request *const *r, int32_t n)
 {
     int rc = 0;
@@ -83,6 +96,7 @@ int queue_push_all(struct queue *q, struct request *const *r, int32_t n)
             r[i]->item.seq = q->next_seq++;
             q->ring[(q->i_head + q->n_ring++) % q->max_waiting] = r[i];
             q->waiting_tokens += r[i]->n_ids;
+            add_waiting(q, r[i]);
         }
         q->n_waiting += n;
         pthread_cond_signal(&q->wakes);
@@ -142,13 +156,16 @@ void queue_wake(struct queue *q)
     pthread_mutex_unlock(&q->lock);
 }
 
-void queue_leave(struct queue *q, int32_t n, int64_t n_tokens)
+void queue_leave(struct queue *q, struct request *r)
 {
     pthread_mutex_lock(&q->lock);
-    assert(n >= 0 && n <= q->n_waiting - q->n_ring);
-    assert(n_tokens >= 0 && n_tokens <= q->waiting_tokens);
-    q->n_waiting -= n;
-    q->waiting_tokens -= n_tokens;
+    assert(q->n_waiting > q->n_ring && q->waiting_tokens >= r->n_ids);
+    assert(r->older || q->oldest == r);
+    *(r->older ? &r->older->newer : &q->oldest) = r->newer;
+    *(r->newer ? &r->newer->older : &q->newest) = r->older;
+    r->older = r->newer = NULL;
+    q->n_waiting--;
+    q->waiting_tokens -= r->n_ids;
     pthread_mutex_unlock(&q->lock);
 }
 
@@ -174,6 +191,14 @@ int32_t queue_n_waiting(const struct queue *q)
 int64_t queue_waiting_tokens(const struct queue *q)
 {
     return atomic_load(&q->waiting_tokens);
+}
+
+int64_t queue_oldest_us(struct queue *q)
+{
+    pthread_mutex_lock(&q->lock);
+    int64_t arrival_us = q->oldest ? q->oldest->arrival_us : 0;
+    pthread_mutex_unlock(&q->lock);
+    return arrival_us;
 }
 
 int32_t queue_retry_after_s(int64_t backlog_tokens, double tokens_per_s)

@@ -38,8 +38,8 @@ int32_t queue_take(struct queue *q, struct request **out, int32_t max, int64_t w
  * uses a wake up. */
 void queue_wake(struct queue *q);
 
-/* Engine: n requests with n_tokens prompt tokens wait no longer (admitted or ended). */
-void queue_leave(struct queue *q, int32_t n, int64_t n_tokens);
+/* Engine: r waits no longer (admitted or ended). Once, with as many ids as it was pushed with. */
+void queue_leave(struct queue *q, struct request *r);
 
 /* From now on queue_push gives ERR_STOPPED; what is in the queue stays. Wakes once, as
  * queue_wake. */
@@ -49,6 +49,9 @@ bool queue_is_stopped(const struct queue *q);
 /* Requests and prompt tokens pushed and not left. Any thread. */
 int32_t queue_n_waiting(const struct queue *q);
 int64_t queue_waiting_tokens(const struct queue *q);
+/* The arrival of the request that was pushed first of those that wait, monotonic; 0: none waits. Any
+ * thread. */
+int64_t queue_oldest_us(struct queue *q);
 
 /* Whole seconds, rounded up, until the backlog would be gone at the measured rate; at least 1,
  * at most 3600; 1 while no rate was measured (0). backlog_tokens: waiting plus admitted but not

@@ -93,6 +93,9 @@ struct request {
     struct top_entry chosen;    /* with sampling: the token the last step chose */
     bool is_ending;             /* ended while pieces are in flight; freed at their end */
 
+    /* ---- the queue's: among those that wait ---- */
+    struct request *older, *newer;
+
     /* ---- the answer; valid in done() ---- */
     enum outcome outcome;
     struct errmsg error;    /* text when outcome is not OUTCOME_OK */

@@ -72,12 +72,13 @@ static void render(const struct steps_record *r, struct buf *out)
         buf_printf(out, ", \"start\": %d, \"tokens\": %d, \"last\": %s}", q->start, q->n_tokens,
                    q->is_last ? "true" : "false");
     }
-    buf_printf(
-        out,
-        "], \"running\": %d, \"waiting\": %d, \"slots\": [%d, %d, %d], \"pages\": [%d, %d, "
-        "%d]}\n\n",
-        p->requests_running, p->requests_waiting, p->slots_free, p->slots_held, p->slots_cached,
-        p->pages_free, p->pages_held, p->pages_cached);
+    buf_printf(out,
+               "], \"running\": %d, \"waiting\": %d, \"queue_age_ms\": %.3f, \"slots\": [%d, "
+               "%d, %d], \"pages\": [%d, %d, "
+               "%d]}\n\n",
+               p->requests_running, p->requests_waiting, (double)r->queue_age_us / 1e3,
+               p->slots_free, p->slots_held, p->slots_cached, p->pages_free, p->pages_held,
+               p->pages_cached);
 }
 
 int64_t steps_render(struct steps *s, int64_t from, struct buf *out)

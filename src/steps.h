@@ -29,6 +29,7 @@ struct steps_record {
     int32_t n_tokens, n_pieces;
     struct steps_piece pieces[STEPS_PIECES]; /* the first of n_pieces */
     struct metrics_pools pools;              /* behind it */
+    int64_t queue_age_us; /* of the request that waits longest, behind it; 0: none waits */
 };
 
 struct steps {

@@ -97,7 +97,7 @@ static void *engine_main(void *arg)
         int32_t got = queue_take(s->queue, held + n, 64 - n, n > 0 ? 100 : 1000);
         for (int32_t i = n; i < n + got; i++) {
             held[i]->started_us = request_now_us();
-            queue_leave(s->queue, 1, held[i]->n_ids);
+            queue_leave(s->queue, held[i]);
         }
         n += got;
         atomic_fetch_add(&s->n_taken, got);

@@ -5,10 +5,12 @@ import json
 import math
 import os
 import re
+import shutil
+import subprocess
 import threading
 import time
 
-from e2e import SRCDIR, Daemon, check, done, until
+from e2e import SRCDIR, Daemon, check, done, skip, until
 
 with open(os.path.join(SRCDIR, "tests", "models", "demo", "heldout.txt"), encoding="utf-8") as f:
     TEXT = f.read()
@@ -282,6 +284,31 @@ def test_trace():
             check(a.status == 400 and a.error()["param"] == "last", f"/v1/trace?{query}: 400", a)
 
 
+def test_metrics_form(d):
+    """Prometheus's own tool where it is, and the parser of its Python client."""
+    text = d.ask("GET", "/metrics").body.decode()
+    if shutil.which("promtool"):
+        r = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True,
+                           text=True, check=False)
+        # 3: only matters of taste; vLLM's names with a colon are one.
+        lint = [line for line in r.stderr.splitlines() if not line.startswith("vllm:")]
+        check(r.returncode in (0, 3) and not lint, "promtool finds nothing in /metrics", r.stderr)
+    else:
+        skip("promtool on /metrics", "not installed (Debian package prometheus)")
+    try:
+        from prometheus_client.parser import text_string_to_metric_families as families
+    except ImportError:
+        skip("the Prometheus client reads /metrics",
+             "not installed (Debian package python3-prometheus-client)")
+        return
+    kinds = {f.name: f.type for f in families(text)}
+    n_typed = len(re.findall(r"^# TYPE ", text, re.M))
+    check(len(kinds) == n_typed and "unknown" not in kinds.values() and
+          kinds["prefilld_queue_age_seconds"] == "gauge" and kinds["prefilld_steps"] == "counter" and
+          kinds["vllm:time_to_first_token_seconds"] == "histogram",
+          "the Prometheus client reads /metrics", (kinds, n_typed))
+
+
 def test_dashboard(d):
     with open(os.path.join(SRCDIR, "etc", "grafana.json"), encoding="utf-8") as f:
         panels = json.load(f)["panels"]
@@ -298,6 +325,7 @@ def main():
     with Daemon() as d:
         sums = d.pool_sums()
         test_answers(d)
+        test_metrics_form(d)
         test_cuts_and_company(d)
         test_text(d)
         test_refusals(d)

@@ -139,12 +139,13 @@ def test_watchdog(tmp):
             while time.monotonic() < end:
                 statuses.append(d.ask("GET", "/version").status)
                 time.sleep(0.1)
-            health = d.ask("GET", "/health")
+            health, age_s = d.ask("GET", "/health"), d.metrics()["prefilld_queue_age_seconds"]
             check(len(statuses) > 3 and set(statuses) == {200} and
                   manager.count("WATCHDOG=1") == n,
                   f"a stalled engine starves it, while HTTP answers ({len(statuses)} times)")
             check(health.status == 503 and health.json()["status"] == "stalled",
                   "/health says so, with a request waiting", health)
+            check(2 < age_s < 60, f"whose age is told: {age_s} s")
             check(waiting.read().status == 200 and manager.wait("WATCHDOG=1", n + 1),
                   "it goes on, and so does the feeding")
         check(d.ask("POST", "/v1/debug/stall", {"seconds": 600}).status == 200 and d.stop() == 0,

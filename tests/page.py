@@ -102,6 +102,8 @@ def test_page(d, b):
     b.value("document.querySelectorAll('.step')[2].click()")
     check(b.value("document.querySelector('#mapof').textContent").startswith("of step #1: 1 in 1"),
           "a click shows another step's", b.value("document.querySelector('#mapof').textContent"))
+    check("waiting longest" in b.value("document.querySelector('#numbers').textContent"),
+          "and how long who waits has waited")
     check("16 free" in b.value("document.querySelector('#slotsof').textContent"),
           "the pools are told")
     b.value("document.querySelector('#pause').click()")
@@ -136,7 +138,9 @@ def main():
         print("ok 1 - the live page # SKIP chromium is not installed (Debian package chromium)")
         print("1..1")
         return
-    with tempfile.TemporaryDirectory() as folder, Daemon("--max-step-tokens", 64) as d:
+    # Chromium's children may still write there when it has ended.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, \
+            Daemon("--max-step-tokens", 64) as d:
         b = Browser(folder)
         try:
             test_page(d, b)

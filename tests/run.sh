@@ -10,7 +10,7 @@ cd "$root" || exit 1
 
 packages='build-essential autoconf automake pkgconf libmicrohttpd-dev libjansson-dev libpcre2-dev
     libutf8proc-dev libcriterion-dev python3'
-checkers='clang-format mandoc haproxy systemd debootstrap' # without them their tests are skipped in words
+checkers='clang-format mandoc haproxy systemd debootstrap python3-prometheus-client' # without them their tests are skipped in words
 jobs=$(nproc)
 logs=$root/build/logs
 # No make check takes minutes; a test that hangs is ended here.

@@ -13,7 +13,7 @@ static struct buf render(struct metrics *m)
 {
     struct buf b;
     buf_init(&b);
-    metrics_render(m, &b);
+    metrics_render(m, 2500000, &b);
     buf_cstr(&b);
     return b;
 }
@@ -33,6 +33,7 @@ Test(metrics, names_and_values)
     struct buf b = render(&m);
     static const char *const lines[] = {"prefilld_requests_running 7\n",
                                         "prefilld_requests_waiting 8\n",
+                                        "prefilld_queue_age_seconds 2.500000\n",
                                         "prefilld_state_slots{state=\"free\"} 1\n",
                                         "prefilld_state_slots{state=\"held\"} 2\n",
                                         "prefilld_state_slots{state=\"cached\"} 3\n",
@@ -52,6 +53,24 @@ Test(metrics, names_and_values)
                                         "prefilld_requests_total{outcome=\"error\"} 0\n"};
     for (size_t i = 0; i < sizeof(lines) / sizeof(lines[0]); i++)
         cr_expect(strstr(b.data, lines[i]), "no line %s", lines[i]);
+    buf_fini(&b);
+    metrics_fini(&m);
+}
+
+/* OpenMetrics counts x_total to the family x: none other may be called so. */
+Test(metrics, families_have_names_of_their_own)
+{
+    struct metrics m;
+    cr_assert_eq(metrics_init(&m), 0);
+    m.model_name = "x";
+    struct buf b = render(&m);
+    for (const char *p = b.data; (p = strstr(p, "# TYPE ")) != NULL;) {
+        p += 7;
+        int len = (int)strcspn(p, " ");
+        char other[160];
+        snprintf(other, sizeof(other), "# TYPE %.*s_total ", len, p);
+        cr_expect(!strstr(b.data, other), "%s is there beside its histogram or gauge", other);
+    }
     buf_fini(&b);
     metrics_fini(&m);
 }

@@ -45,8 +45,8 @@ static void test_order(void)
         }
         in_order = in_order && queue_take(q, out, 2, 0) == 2 && out[0] == r[0] &&
                    out[1] == r[1] && queue_take(q, out + 2, 8, 0) == 1 && out[2] == r[2];
-        queue_leave(q, 3, 3 * N_IDS);
         for (int i = 0; i < 3; i++) {
+            queue_leave(q, r[i]);
             in_order = in_order && atomic_load(&r[i]->refs) == 2;
             request_unref(r[i]);
             request_unref(out[i]);
@@ -69,7 +69,7 @@ static void test_full(void)
     CHECK(queue_n_waiting(q) == 2 && queue_waiting_tokens(q) == 12, "two wait, 12 tokens");
     CHECK(queue_take(q, out, 2, 0) == 2 && queue_push(q, c) == ERR_FULL,
           "those taken and not admitted still count");
-    queue_leave(q, 1, 5);
+    queue_leave(q, a);
     CHECK(queue_n_waiting(q) == 1 && queue_waiting_tokens(q) == 7, "one left");
     CHECK(queue_push(q, c) == 0 && c->item.seq == 2, "its place is free; a refusal has no seq");
     request_unref(a);
@@ -98,14 +98,44 @@ static void test_all_or_none(void)
                    atomic_load(&r[0]->refs) == 2;
         is_whole = is_whole && queue_take(q, out, 4, 0) == 3 && out[0] == r[0] &&
                    out[2] == r[2] && r[2]->item.seq == r[0]->item.seq + 2;
-        queue_leave(q, 3, 3 * N_IDS + 3);
         for (int i = 0; i < 3; i++) {
+            queue_leave(q, r[i]);
             request_unref(r[i]);
             request_unref(out[i]);
         }
     }
     CHECK(is_whole, "several are pushed in order, or none of them");
     CHECK(queue_max_waiting(q) == 4, "so many may wait");
+    queue_close(q);
+}
+
+/* Who leaves first need not be who came first. */
+static void test_oldest(void)
+{
+    enum { N = 5 };
+    static const int order[N] = {1, 0, 4, 2, 3};
+    static const int64_t oldest[N] = {1000, 1002, 1002, 1003, 0};
+    struct queue *q = open_queue(N);
+    struct request *r[N], *out[N];
+    CHECK(queue_oldest_us(q) == 0, "nobody waits");
+    for (int i = 0; i < N; i++) {
+        r[i] = make(N_IDS);
+        r[i]->arrival_us = 1000 + i;
+        queue_push(q, r[i]);
+    }
+    CHECK(queue_oldest_us(q) == 1000, "in the ring");
+    bool is_right = queue_take(q, out, N, 0) == N && queue_oldest_us(q) == 1000;
+    for (int i = 0; i < N; i++) {
+        queue_leave(q, r[order[i]]);
+        is_right = is_right && queue_oldest_us(q) == oldest[i];
+    }
+    CHECK(is_right, "and when they leave in another order");
+    queue_push(q, r[3]);
+    CHECK(queue_oldest_us(q) == 1003, "anew");
+    for (int i = 0; i < N; i++) {
+        request_unref(r[i]);
+        request_unref(out[i]);
+    }
     queue_close(q);
 }
 
@@ -134,7 +164,7 @@ static void test_waits(void)
     queue_push(q, r);
     CHECK(queue_take(q, out, 2, -1) == 1, "with a request there is no wait");
     CHECK(queue_take(q, out, 2, -1) == 0, "and the wake is kept for the next");
-    queue_leave(q, 1, N_IDS);
+    queue_leave(q, r);
     request_unref(r);
 
     CHECK(queue_push(q, r) == 0 && !queue_is_stopped(q), "not stopped");
@@ -272,7 +302,7 @@ static void *consume(void *arg)
         for (int32_t i = 0; i < n_live; i++) {
             if (!atomic_load(&live[i]->cancelled))
                 continue;
-            queue_leave(c->q, 1, live[i]->n_ids);
+            queue_leave(c->q, live[i]);
             request_unref(live[i]);
             live[i--] = live[--n_live];
             c->n_ended++;
@@ -360,7 +390,7 @@ static void test_wakes_a_sleeper(void)
         CHECK(n == expected[i], "%s ends the wait", names[i]);
         pthread_join(t, NULL);
         if (n == 1) {
-            queue_leave(q, 1, N_IDS);
+            queue_leave(q, out[0]);
             request_unref(out[0]);
         }
         queue_close(q);
@@ -374,6 +404,7 @@ int main(void)
     test_order();
     test_full();
     test_all_or_none();
+    test_oldest();
     test_waits();
     test_retry_after();
     test_rate();
