@@ -333,6 +333,8 @@ struct backend {
     enum dtype act;
     void *impl;       /* private */
     const char *lost; /* why the device was lost, in words; NULL: it was not. The backend's */
+    const char *cache_dir; /* a folder for what start-up measures; NULL: none. Set by the caller
+                              after open, borrowed */
 };
 
 /* One operation of a step. */

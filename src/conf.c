@@ -69,6 +69,8 @@ const struct option conf_options[] = {
      "which device the cuda backend takes, as CUDA counts them"},
     {"gpu-memory", "SHARE", "0.92", KIND_SHARE, AT(gpu_memory), 50, 1000, 0, NULL,
      "share of the device's free memory that the cuda backend may take"},
+    {"cache-dir", "DIR", NULL, KIND_TEXT, AT(cache_dir), 0, 0, 0, NULL,
+     "folder that keeps which products are fastest (default: not kept)"},
 
     {.help = "HTTP"},
     {"listen", "ADDRESS", NULL, KIND_LISTEN, AT(listen), 0, 0, 0, NULL,

@@ -44,6 +44,7 @@ struct conf {
     int32_t cpu_threads;
     int32_t cuda_device;
     int32_t max_decode_share; /* thousandths of max_seqs */
+    char *cache_dir;
     int32_t gpu_memory;       /* thousandths of the device's free memory */
 
     /* HTTP */

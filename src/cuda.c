@@ -174,6 +174,7 @@ static void cuda_close(struct backend *b)
         cudaStreamSynchronize(impl->stream);
     cuda_workspace_free(b);
     gemm_close(b);
+    cuda_stages_close(&impl->stages);
     cudaStream_t streams[] = {impl->stream, impl->in, impl->out};
     for (size_t i = 0; i < sizeof(streams) / sizeof(streams[0]); i++)
         if (streams[i])

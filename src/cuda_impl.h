@@ -12,6 +12,7 @@
 
 #include "../kernels/kernels.h"
 #include "backend.h"
+#include "gemm_cache.h"
 
 enum {
     CUDA_STEPS = 2,   /* between step_begin and step_done */
@@ -29,7 +30,6 @@ enum { GEMM_BUCKETS = 12, GEMM_SMALLEST_LOG2 = 4, GEMM_WORKSPACE_BYTES = 32 << 2
 struct gemm_plan {
     int32_t rows, cols; /* of the weight */
     bool is_f32;        /* the output's type, else bf16 */
-    bool is_timed;
     bool has_algo[GEMM_BUCKETS];
     cublasLtMatmulAlgo_t algo[GEMM_BUCKETS];
     cublasLtMatmulAlgo_t common; /* works for any number of rows */
@@ -44,6 +44,9 @@ struct gemm {
     void *workspace;               /* GEMM_WORKSPACE_BYTES */
     struct gemm_plan **plans;
     int32_t n_plans, plans_cap;
+    int32_t n_timed; /* plans that were not recalled from the file */
+    struct gemm_cache cache;
+    bool is_cache_bad; /* it could not be written, and that was said */
 };
 
 /* struct weight's data. */
@@ -100,6 +103,13 @@ struct cuda_block {
     void *p, *raw;
 };
 
+/* Pinned buffers that weights go through. */
+enum { CUDA_STAGES = 2 };
+struct cuda_stages {
+    uint16_t *host[CUDA_STAGES];
+    cudaEvent_t copied[CUDA_STAGES];
+};
+
 /* A step's samples, on the device. */
 struct cuda_samples {
     int32_t n;
@@ -112,6 +122,7 @@ struct cuda_impl {
     struct k_device dev;
     cudaStream_t stream, in, out;
     struct gemm gemm;
+    struct cuda_stages stages;
     struct backend_limits limits;
     bool has_workspace;
     int32_t page_tokens; /* of the KV pools; 0: none made yet */
@@ -179,6 +190,8 @@ int cuda_download(struct backend *b, void *dst_host, const void *src, size_t byt
 /* ---- cuda_matmul.c ---- */
 int gemm_open(struct backend *b, struct errmsg *e);
 void gemm_close(struct backend *b);
+/* cuBLASLt's. */
+int64_t gemm_version(struct backend *b);
 /* Finds or makes the plan of a weight's shape; times algorithms on `rows` [rows, cols] bf16 for
  * up to max_rows rows. Set-up only: waits. NULL: memory is short or no algorithm fits. */
 struct gemm_plan *gemm_plan_make(struct backend *b, const void *w, int32_t rows, int32_t cols,
@@ -198,6 +211,7 @@ int cuda_weight_random(struct backend *b, int32_t n_mats, int32_t rows, int32_t 
                        unsigned use, uint64_t seed, float std, struct weight *out,
                        struct errmsg *e);
 void cuda_weight_free(struct backend *b, struct weight *w);
+void cuda_stages_close(struct cuda_stages *s);
 
 /* ---- cuda_step.c ---- */
 size_t cuda_workspace_bytes(struct backend *b, const struct backend_limits *l);

@@ -3,13 +3,18 @@
  * A row's bits must not depend on how many rows the step has. So only algorithms that do not
  * split K are asked for, they are timed once for each shape of weight and power of two of rows
  * when the weight is made, and one is used only when it gives the sampled rows the same bits as
- * the algorithm that was chosen for the largest step. The choice lives in memory: the timing takes
- * some tenths of a second a shape. */
+ * the algorithm that was chosen for the largest step. With a cache-dir the choice is kept in a
+ * file (gemm_cache.h); what is read from there is not timed, but its rows are compared. */
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "cuda_impl.h"
+#include "log.h"
+
+_Static_assert((int)GEMM_BUCKETS == (int)GEMM_CACHE_BUCKETS &&
+                   sizeof(cublasLtMatmulAlgo_t) == sizeof(struct gemm_algo_words),
+               "a plan fits in a record");
 
 enum { GEMM_CANDIDATES = 16, GEMM_REPEATS = 3, GEMM_SAMPLES = 3 };
 
@@ -23,6 +28,7 @@ enum { GEMM_CANDIDATES = 16, GEMM_REPEATS = 3, GEMM_SAMPLES = 3 };
 /* The functions used; names are the library's without its prefix. */
 struct gemm_lib {
     void *handle;
+    size_t (*version)(void);
     cublasStatus_t (*create)(cublasLtHandle_t *);
     cublasStatus_t (*destroy)(cublasLtHandle_t);
     const char *(*status_string)(cublasStatus_t);
@@ -57,6 +63,7 @@ static const char *lib_load(struct gemm_lib *lib)
         const char *name;
         void *to;
     } symbols[] = {
+        {"cublasLtGetVersion", &lib->version},
         {"cublasLtCreate", &lib->create},
         {"cublasLtDestroy", &lib->destroy},
         {"cublasLtGetStatusString", &lib->status_string},
@@ -114,12 +121,18 @@ void gemm_close(struct backend *b)
     for (int32_t i = 0; i < g->n_plans; i++)
         free(g->plans[i]);
     free(g->plans);
+    gemm_cache_close(&g->cache);
     cuda_free(b, g->workspace);
     if (g->lt)
         g->lib->destroy(g->lt);
     /* The library stays loaded: its threads and handlers outlive the handle. */
     free(g->lib);
     memset(g, 0, sizeof(*g));
+}
+
+int64_t gemm_version(struct backend *b)
+{
+    return (int64_t)cuda_impl_of(b)->gemm.lib->version();
 }
 
 /* ---- one product ---- */
@@ -266,16 +279,23 @@ static bool has_same_bits(struct trial *t, int32_t bucket, int32_t n_rows)
     return true;
 }
 
+/* A product of n_rows; what a failed algorithm leaves unwritten does not pass for its result. */
+static bool run_algo(struct trial *t, struct gemm_layout *l, int32_t n_rows,
+                     const cublasLtMatmulAlgo_t *algo)
+{
+    struct cuda_impl *impl = t->impl;
+    layout_init(&impl->gemm, l, t->plan, n_rows, t->plan->rows);
+    return k_fill_nan(t->c, (size_t)n_rows * t->c_row_bytes, impl->stream) == cudaSuccess &&
+           multiply(impl, l, t->w, t->a, t->c, algo) == CUBLAS_STATUS_SUCCESS;
+}
+
 /* Milliseconds of a product of n_rows, the best of some; negative: it does not run. */
 static float time_algo(struct trial *t, int32_t n_rows, const cublasLtMatmulAlgo_t *algo)
 {
     struct cuda_impl *impl = t->impl;
     struct gemm_layout l;
     float best = -1;
-    layout_init(&t->impl->gemm, &l, t->plan, n_rows, t->plan->rows);
-    /* What a failed algorithm leaves unwritten must not pass for its result. */
-    if (k_fill_nan(t->c, (size_t)n_rows * t->c_row_bytes, impl->stream) != cudaSuccess ||
-        multiply(impl, &l, t->w, t->a, t->c, algo) != CUBLAS_STATUS_SUCCESS)
+    if (!run_algo(t, &l, n_rows, algo))
         return -1;
     for (int i = 0; i < GEMM_REPEATS; i++) {
         float ms = 0;
@@ -363,22 +383,94 @@ static void trial_close(struct backend *b, struct trial *t)
         cudaEventDestroy(t->to);
 }
 
+/* Fills want by the plan's common algorithm. */
+static bool take_wanted(struct trial *t)
+{
+    struct gemm_layout l;
+    bool is_good = run_algo(t, &l, t->max_rows, &t->plan->common);
+    for (int32_t i = 0; is_good && i < GEMM_BUCKETS; i++)
+        for (int32_t k = 0; is_good && k < GEMM_SAMPLES; k++)
+            is_good = fetch_row(t, sample_row(bucket_rows(t, i), k),
+                                t->want + (size_t)(i * GEMM_SAMPLES + k) * t->c_row_bytes);
+    return is_good;
+}
+
 /* Times the plan; false leaves it as it was. */
 static bool time_plan(struct backend *b, const void *w, int32_t max_rows,
                       struct gemm_plan *plan)
 {
     struct trial t = {.impl = cuda_impl_of(b), .plan = plan, .w = w, .max_rows = max_rows};
-    bool is_good = trial_open(b, &t) && choose(&t, max_rows, 0, true, &plan->common) &&
-                   time_algo(&t, max_rows, &plan->common) >= 0;
-    for (int32_t i = 0; is_good && i < GEMM_BUCKETS; i++)
-        for (int32_t k = 0; k < GEMM_SAMPLES; k++)
-            is_good =
-                is_good && fetch_row(&t, sample_row(bucket_rows(&t, i), k),
-                                     t.want + (size_t)(i * GEMM_SAMPLES + k) * t.c_row_bytes);
+    bool is_good =
+        trial_open(b, &t) && choose(&t, max_rows, 0, true, &plan->common) && take_wanted(&t);
     for (int32_t i = 0; is_good && i <= bucket_of(max_rows); i++)
         plan->has_algo[i] = choose(&t, bucket_rows(&t, i), i, false, &plan->algo[i]);
     trial_close(b, &t);
     return is_good;
+}
+
+/* ---- remembering them ---- */
+
+/* Opens the file at the first product. NULL: there is none to be kept. */
+static struct gemm_cache *cache_of(struct backend *b)
+{
+    struct cuda_impl *impl = cuda_impl_of(b);
+    struct gemm *g = &impl->gemm;
+    struct cudaDeviceProp card;
+    if (!b->cache_dir || g->cache.path)
+        return g->cache.path ? &g->cache : NULL;
+    if (cudaGetDeviceProperties(&card, impl->device) != cudaSuccess ||
+        gemm_cache_open(&g->cache, b->cache_dir, card.name, gemm_version(b)) != 0)
+        return NULL;
+    return &g->cache;
+}
+
+/* The plan as it was kept; false when there is none, or it does not give the same bits here. */
+static bool recall_plan(struct backend *b, const void *w, int32_t max_rows,
+                        struct gemm_plan *plan)
+{
+    struct gemm_cache *cache = cache_of(b);
+    const struct gemm_record *r =
+        cache ? gemm_cache_find(cache, plan->rows, plan->cols, plan->is_f32, max_rows) : NULL;
+    if (!r)
+        return false;
+    struct gemm_plan kept = *plan;
+    struct trial t = {.impl = cuda_impl_of(b), .plan = &kept, .w = w, .max_rows = max_rows};
+    memcpy(&kept.common, &r->common, sizeof(kept.common));
+    bool is_good =
+        trial_open(b, &t) && fits_bucket(&t, max_rows, &kept.common) && take_wanted(&t);
+    for (int32_t i = 0; is_good && i < GEMM_BUCKETS; i++) {
+        struct gemm_layout l;
+        int32_t n = bucket_rows(&t, i);
+        kept.has_algo[i] = r->has_algo >> i & 1;
+        memcpy(&kept.algo[i], &r->algo[i], sizeof(kept.algo[i]));
+        is_good = !kept.has_algo[i] ||
+                  (fits_bucket(&t, n, &kept.algo[i]) && run_algo(&t, &l, n, &kept.algo[i]) &&
+                   has_same_bits(&t, i, n));
+    }
+    trial_close(b, &t);
+    if (is_good)
+        *plan = kept;
+    return is_good;
+}
+
+static void keep_plan(struct backend *b, int32_t max_rows, const struct gemm_plan *plan)
+{
+    struct gemm_cache *cache = cache_of(b);
+    struct gemm_record r = {
+        .rows = plan->rows, .cols = plan->cols, .is_f32 = plan->is_f32, .max_rows = max_rows};
+    struct errmsg e = {""};
+    if (!cache)
+        return;
+    memcpy(&r.common, &plan->common, sizeof(r.common));
+    for (int32_t i = 0; i < GEMM_BUCKETS; i++) {
+        r.has_algo |= (uint32_t)plan->has_algo[i] << i;
+        if (plan->has_algo[i])
+            memcpy(&r.algo[i], &plan->algo[i], sizeof(r.algo[i]));
+    }
+    if (gemm_cache_add(cache, &r, &e) != 0 && !cuda_impl_of(b)->gemm.is_cache_bad) {
+        cuda_impl_of(b)->gemm.is_cache_bad = true;
+        log_warn("event=products_not_kept why=\"%s\"", e.text);
+    }
 }
 
 static struct gemm_plan *plan_add(struct gemm *g)
@@ -413,9 +505,13 @@ struct gemm_plan *gemm_plan_make(struct backend *b, const void *w, int32_t rows,
     if (!p)
         return NULL;
     *p = (struct gemm_plan){.rows = rows, .cols = cols, .is_f32 = is_f32};
-    p->is_timed = time_plan(b, w, max_rows, p);
-    if (p->is_timed)
+    if (recall_plan(b, w, max_rows, p))
         return p;
+    if (time_plan(b, w, max_rows, p)) {
+        keep_plan(b, max_rows, p);
+        g->n_timed++;
+        return p;
+    }
     /* No memory to try: the library's guess for the largest step serves all. */
     layout_init(g, &l, p, max_rows, rows);
     if (candidates(g, &l, found) > 0) {

@@ -3,14 +3,14 @@
  *
  * Rows go through two pinned buffers: while one is copied to the device the next is filled by a
  * few threads, which read the mapped file and convert f32 and f16 to bf16 (to nearest, ties to
- * even). */
+ * even). The buffers are made for the first weight and kept: pinning takes as long as a copy. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "cuda_impl.h"
 
-enum { STAGE_BYTES = 32 << 20, N_STAGES = 2, N_READERS = 4 };
+enum { STAGE_BYTES = 32 << 20, N_READERS = 8 };
 
 size_t cuda_weight_bytes(struct backend *b, int32_t n_mats, int32_t rows, int32_t cols,
                          enum dtype dtype, unsigned use)
@@ -94,63 +94,58 @@ static void fill(const struct weight_part *part, size_t from, size_t n, uint16_t
 
 /* ---- making ---- */
 
-struct stages {
-    uint16_t *host[N_STAGES];
-    cudaEvent_t copied[N_STAGES];
-};
-
-static void stages_close(struct stages *s)
+void cuda_stages_close(struct cuda_stages *s)
 {
-    for (int i = 0; i < N_STAGES; i++) {
+    for (int i = 0; i < CUDA_STAGES; i++) {
         if (s->host[i])
             cudaFreeHost(s->host[i]);
         if (s->copied[i])
             cudaEventDestroy(s->copied[i]);
     }
+    *s = (struct cuda_stages){0};
 }
 
-static bool stages_open(struct stages *s, size_t bytes)
+static bool stages_open(struct cuda_stages *s)
 {
-    *s = (struct stages){0};
-    for (int i = 0; i < N_STAGES; i++)
-        if (cudaHostAlloc((void **)&s->host[i], bytes, cudaHostAllocDefault) != cudaSuccess ||
-            cudaEventCreateWithFlags(&s->copied[i], cudaEventDisableTiming) != cudaSuccess)
-            return false;
-    return true;
+    bool is_good = true;
+    for (int i = 0; is_good && i < CUDA_STAGES; i++)
+        is_good = (s->host[i] || cudaHostAlloc((void **)&s->host[i], STAGE_BYTES,
+                                               cudaHostAllocDefault) == cudaSuccess) &&
+                  (s->copied[i] || cudaEventCreateWithFlags(
+                                       &s->copied[i], cudaEventDisableTiming) == cudaSuccess);
+    return is_good;
 }
 
 /* Copies all parts to dst. Waits until done. */
 static int copy_parts(struct backend *b, const struct weight_part *parts, int32_t n_parts,
-                      int32_t cols, uint16_t *dst, size_t total)
+                      int32_t cols, uint16_t *dst)
 {
     struct cuda_impl *impl = cuda_impl_of(b);
-    struct stages s;
-    size_t per = total * 2 < STAGE_BYTES ? total : STAGE_BYTES / 2;
+    struct cuda_stages *s = &impl->stages;
+    const size_t per = STAGE_BYTES / 2;
     int i_stage = 0;
     cudaError_t error = cudaSuccess;
-    if (!stages_open(&s, per * 2)) {
-        stages_close(&s);
+    if (!stages_open(s)) {
+        cuda_stages_close(s);
         return ERR_NOMEM;
     }
     for (int32_t i = 0; i < n_parts; i++) {
         size_t left = (size_t)parts[i].n_rows * (size_t)cols;
         for (size_t at = 0, n; left > 0 && error == cudaSuccess; at += n, left -= n, dst += n) {
             n = left < per ? left : per;
-            error = cudaEventSynchronize(s.copied[i_stage]);
+            error = cudaEventSynchronize(s->copied[i_stage]);
             if (error != cudaSuccess)
                 break;
-            fill(&parts[i], at, n, s.host[i_stage]);
-            error = cudaMemcpyAsync(dst, s.host[i_stage], n * 2, cudaMemcpyHostToDevice,
+            fill(&parts[i], at, n, s->host[i_stage]);
+            error = cudaMemcpyAsync(dst, s->host[i_stage], n * 2, cudaMemcpyHostToDevice,
                                     impl->stream);
             if (error == cudaSuccess)
-                error = cudaEventRecord(s.copied[i_stage], impl->stream);
-            i_stage = (i_stage + 1) % N_STAGES;
+                error = cudaEventRecord(s->copied[i_stage], impl->stream);
+            i_stage = (i_stage + 1) % CUDA_STAGES;
         }
     }
     cuda_note(b, "copying weights", error);
-    int rc = cuda_wait(b);
-    stages_close(&s);
-    return rc;
+    return cuda_wait(b);
 }
 
 /* Plans of the products that a weight may be used in. The head and the router give f32: logits
@@ -222,7 +217,7 @@ int cuda_weight_make(struct backend *b, const struct weight_part *parts, int32_t
     if (rc != 0)
         return rc;
     const struct cuda_weight *cw = w.data;
-    rc = copy_parts(b, parts, n_parts, cols, cw->rows, w.bytes / 2);
+    rc = copy_parts(b, parts, n_parts, cols, cw->rows);
     if (rc != 0) {
         errmsg_set(e, rc,
                    rc == ERR_NOMEM ? "weight [%d, %d, %d]: no pinned memory to copy through"

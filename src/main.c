@@ -138,7 +138,9 @@ static int server_open_backend(struct server *s, struct errmsg *e)
     if (!s->backend.ops)
         return ERR_UNSUPPORTED;
     signals_block();
-    return s->backend.ops->open(&s->backend, is_cuda(s) ? c->cuda_device : c->cpu_threads, e);
+    int rc = s->backend.ops->open(&s->backend, is_cuda(s) ? c->cuda_device : c->cpu_threads, e);
+    s->backend.cache_dir = c->cache_dir;
+    return rc;
 }
 
 static int server_size(struct server *s, struct errmsg *e)

@@ -109,7 +109,8 @@ Test(conf, every_option_reaches_its_member)
     cr_assert(parse("--model m --max-step-tokens 64 --max-seqs 3 --max-prompt-tokens 4 "
                     "--queue-length 5 --kv-tokens 6 --state-slots 8 --page-tokens 128 "
                     "--cpu-threads 9 --workers 10 --cuda-device 3 --gpu-memory 0.5 "
-                    "--max-decode-share 0.25") == 0);
+                    "--max-decode-share 0.25 --cache-dir /c") == 0);
+    cr_assert_str_eq(c.cache_dir, "/c");
     cr_assert(c.max_step_tokens == 64 && c.max_seqs == 3 && c.max_prompt_tokens == 4);
     cr_assert(c.queue_length == 5 && c.kv_tokens == 6 && c.state_slots == 8);
     cr_assert(c.page_tokens == 128 && c.cpu_threads == 9 && c.workers == 10);

@@ -91,7 +91,9 @@ def main():
                     os.path.join(tests, "bench", "models"))
     for path in glob.glob(os.path.join(src, "tests", "e2e*.py")):
         copy(path, os.path.join(tests, os.path.basename(path)))
-    copy(os.path.join(src, "tests", "gpu", "daemon.py"), os.path.join(out, "daemon.py"))
+    for script in ("daemon.py", "load.py", "lost.py"):
+        copy(os.path.join(src, "tests", "gpu", script), os.path.join(out, script))
+    shutil.copytree(os.path.join(build, "gpu-tests", "faulty"), os.path.join(out, "faulty"))
     copy(os.path.join(src, "tests", "gpu", "run.sh"), os.path.join(out, "kernels.sh"))
     copy(os.path.join(src, "tests", "gpu", "models.sh"), os.path.join(out, "models.sh"))
     with open(os.path.join(out, "run.sh"), "w", encoding="ascii") as f:

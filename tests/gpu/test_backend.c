@@ -431,6 +431,76 @@ static bool open_sides(bool is_self)
 
 /* ---- losing the device ---- */
 
+/* ---- products that are remembered ---- */
+
+/* A weight's product with what is in dir: how many plans were timed, and the product's rows. */
+static int run_remembered(const char *dir, float *c)
+{
+    enum { ROWS = 512, COLS = 256, N = 300 };
+    struct backend b = {.ops = pair.b[DUT].ops};
+    struct weight w;
+    struct errmsg e = {""};
+    must_be(b.ops->open(&b, 0, &e), 0, "a second backend");
+    b.cache_dir = dir;
+    must_be(b.ops->workspace_make(&b, &pair.limits, &e), 0, "workspace");
+    must_be(b.ops->weight_random(&b, 1, ROWS, COLS, WEIGHT_MATMUL, 7, 0.1f, &w, &e), 0,
+            "weight");
+    uint16_t *a = must(b.ops->alloc(&b, N * COLS * 2)), *out = must(malloc(N * ROWS * 2));
+    void *dev = must(b.ops->alloc(&b, N * ROWS * 2));
+    must_be(k_fill_normal(a, N * COLS, 0, 3, 1, cuda_impl_of(&b)->stream), 0, "inputs");
+    struct op_matmul op = {N, &w, a, dev, ROWS};
+    b.ops->matmul(&b, &op);
+    must_be(b.ops->download(&b, out, dev, N * ROWS * 2), 0, "download");
+    for (int i = 0; i < N * ROWS; i++)
+        c[i] = cuda_f32_of(out[i]);
+    int n_timed = cuda_impl_of(&b)->gemm.n_timed;
+    free(out);
+    b.ops->weight_free(&b, &w);
+    b.ops->free(&b, a);
+    b.ops->free(&b, dev);
+    b.ops->close(&b);
+    return n_timed;
+}
+
+static void test_cache(void)
+{
+    char dir[] = "/tmp/test_backend.XXXXXX", command[64];
+    const size_t size = 300 * 512;
+    float *c[4];
+    int n[4];
+    must(mkdtemp(dir));
+    for (int i = 0; i < 4; i++)
+        c[i] = must(malloc(size * sizeof(float)));
+    n[0] = run_remembered(NULL, c[0]);
+    n[1] = run_remembered(dir, c[1]);
+    n[2] = run_remembered(dir, c[2]);
+    /* What was kept is of no use: other words, with a good sum. */
+    struct cudaDeviceProp card;
+    struct gemm_cache cache;
+    must_be(cudaGetDeviceProperties(&card, 0), 0, "card");
+    must_be(gemm_cache_open(&cache, dir, card.name, gemm_version(&pair.b[DUT])), 0, "cache");
+    CHECK(cache.n == n[1] && n[1] > 0, "%d of %d plans are in the file", cache.n, n[1]);
+    for (int32_t i = 0; i < cache.n; i++) {
+        struct gemm_record r = cache.records[i];
+        r.common.w[0] = 12345;
+        r.algo[5] = r.common;
+        must_be(gemm_cache_add(&cache, &r, NULL), 0, "gemm_cache_add");
+    }
+    gemm_cache_close(&cache);
+    n[3] = run_remembered(dir, c[3]);
+    CHECK(n[0] == n[1] && n[2] == 0 && n[3] == n[1],
+          "plans timed without a file %d, with a new one %d, again %d, with a useless one %d",
+          n[0], n[1], n[2], n[3]);
+    bool is_same = true;
+    for (int i = 1; i < 4; i++)
+        is_same = is_same && memcmp(c[0], c[i], size * sizeof(float)) == 0;
+    CHECK(is_same, "and the rows have the same bits");
+    snprintf(command, sizeof(command), "rm -r %s", dir);
+    must_be(system(command), 0, command);
+    for (int i = 0; i < 4; i++)
+        free(c[i]);
+}
+
 /* In a process of its own: after a fault nothing of a context can be used. */
 static void test_loss(void)
 {
@@ -509,6 +579,7 @@ static void test_all(bool is_self)
     test_head(VOCAB, 33, true);
     if (is_self)
         return;
+    test_cache();
     test_large_pools();
     test_state_copy(&pair.b[REF]);
     test_state_copy(&pair.b[DUT]);
