@@ -5,7 +5,7 @@
 cd "$(dirname "$0")" || exit 1
 logs=${1:-.}
 [ $# -gt 0 ] && shift
-wanted=${*:-backend models bits engine daemon storm contract lost memcheck racecheck load bench}
+wanted=${*:-backend models bits engine daemon storm contract lost memcheck load bench}
 SRCDIR=$PWD/src
 BUILDDIR=$PWD
 LD_LIBRARY_PATH=$PWD/lib:/usr/local/cuda/lib64
@@ -57,14 +57,6 @@ for what in $wanted; do
         else
             table="${table}memcheck-backend             skip: no compute-sanitizer here
 "
-        fi
-        ;;
-    racecheck)
-        # cuBLASLt's own kernels are named nvjet: hazards that are its own business.
-        if command -v compute-sanitizer >/dev/null 2>&1; then
-            step racecheck-backend 300 compute-sanitizer --tool racecheck --error-exitcode 9 \
-                --kernel-name-exclude kernel_substring=nvjet ./test_backend small
-            grep 'RACECHECK SUMMARY' "$logs/racecheck-backend.log"
         fi
         ;;
     lost) step lost 120 python3 lost.py faulty ;;
