@@ -333,28 +333,33 @@ static bool fits_bucket(struct trial *t, int32_t n_rows, const cublasLtMatmulAlg
     return true;
 }
 
-/* The fastest of the candidates for n_rows whose rows have the common bits; with is_first any
- * will do, and it becomes the common one. */
-static bool choose(struct trial *t, int32_t n_rows, int32_t bucket, bool is_first,
-                   cublasLtMatmulAlgo_t *out)
+/* Takes an algorithm for n_rows when it is faster than *ms (negative: there is none yet) and
+ * its rows have the common bits; bucket negative: any bits will do. */
+static void try_algo(struct trial *t, int32_t n_rows, int32_t bucket,
+                     const cublasLtMatmulAlgo_t *algo, float *ms, cublasLtMatmulAlgo_t *out)
+{
+    if (!fits_bucket(t, n_rows, algo))
+        return;
+    float here = time_algo(t, n_rows, algo);
+    if (here < 0 || (*ms >= 0 && here >= *ms))
+        return;
+    if (bucket >= 0 && !has_same_bits(t, bucket, n_rows))
+        return;
+    *ms = here;
+    *out = *algo;
+}
+
+/* The fastest of the library's candidates; milliseconds, negative: none fits. */
+static float choose(struct trial *t, int32_t n_rows, int32_t bucket, cublasLtMatmulAlgo_t *out)
 {
     cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES];
     struct gemm_layout l;
     layout_init(&t->impl->gemm, &l, t->plan, n_rows, t->plan->rows);
     int n = candidates(&t->impl->gemm, &l, found);
-    float best = -1;
-    for (int i = 0; i < n; i++) {
-        if (!fits_bucket(t, n_rows, &found[i].algo))
-            continue;
-        float ms = time_algo(t, n_rows, &found[i].algo);
-        if (ms < 0 || (best >= 0 && ms >= best))
-            continue;
-        if (!is_first && !has_same_bits(t, bucket, n_rows))
-            continue;
-        best = ms;
-        *out = found[i].algo;
-    }
-    return best >= 0;
+    float ms = -1;
+    for (int i = 0; i < n; i++)
+        try_algo(t, n_rows, bucket, &found[i].algo, &ms, out);
+    return ms;
 }
 
 static bool trial_open(struct backend *b, struct trial *t)
@@ -401,9 +406,19 @@ static bool time_plan(struct backend *b, const void *w, int32_t max_rows,
 {
     struct trial t = {.impl = cuda_impl_of(b), .plan = plan, .w = w, .max_rows = max_rows};
     bool is_good =
-        trial_open(b, &t) && choose(&t, max_rows, 0, true, &plan->common) && take_wanted(&t);
-    for (int32_t i = 0; is_good && i <= bucket_of(max_rows); i++)
-        plan->has_algo[i] = choose(&t, bucket_rows(&t, i), i, false, &plan->algo[i]);
+        trial_open(b, &t) && choose(&t, max_rows, -1, &plan->common) >= 0 && take_wanted(&t);
+    float ms[GEMM_BUCKETS];
+    int32_t n_buckets = bucket_of(max_rows) + 1;
+    for (int32_t i = 0; is_good && i < n_buckets; i++)
+        ms[i] = choose(&t, bucket_rows(&t, i), i, &plan->algo[i]);
+    /* What is good for other row counts is at times better than all that the library offers. */
+    struct gemm_plan first = *plan;
+    for (int32_t i = 0; is_good && i < n_buckets; i++) {
+        for (int32_t k = 0; k < n_buckets; k++)
+            if (k != i && ms[k] >= 0)
+                try_algo(&t, bucket_rows(&t, i), i, &first.algo[k], &ms[i], &plan->algo[i]);
+        plan->has_algo[i] = ms[i] >= 0;
+    }
     trial_close(b, &t);
     return is_good;
 }

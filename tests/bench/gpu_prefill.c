@@ -8,7 +8,8 @@
  * follows: milliseconds, bytes, FLOP and the share of the roofline by operation, from the shapes
  * alone. With `readback` the shape runs twice, as it is and with the chunk counts copied back to
  * the host in each step, as code that asks a device tensor for its list does: what that costs in
- * host time and idle device. With `direct` it runs again without replaying recorded steps. `all`
+ * host time and idle device; the last steps of both go to $TRACE_DIR (if set) as files for Perfetto, as
+ * GET /v1/trace gives them. With `direct` it runs again without replaying recorded steps. `all`
  * asks for every token's logprob. TEST_BACKEND picks the backend (cuda).
  *
  * Ceilings: ../shared/peers.md, copy 4.28 TB/s, bf16 777 TFLOP/s, one H200. */
@@ -214,6 +215,23 @@ static void run_shape(struct fixture *f, const char *name, int32_t n, int32_t le
     fflush(stdout);
 }
 
+/* The last steps, as $TRACE_DIR/NAME.json. */
+static void save_trace(struct fixture *f, const char *name)
+{
+    const char *dir = getenv("TRACE_DIR");
+    char path[600];
+    struct buf text;
+    if (!dir)
+        return;
+    snprintf(path, sizeof(path), "%s/%s.json", dir, name);
+    buf_init(&text);
+    trace_render(engine_trace(f->engine), 16, &text);
+    FILE *out = fopen(path, "w");
+    if (!out || fwrite(text.data, 1, text.len, out) != text.len || fclose(out) != 0)
+        printf("FAIL %s is not written\n", path);
+    buf_fini(&text);
+}
+
 /* ---- the table ---- */
 
 struct cost {
@@ -382,9 +400,14 @@ int main(int argc, char **argv)
         if (is_table)
             run_table(&f, argv[i], n, len, 3);
         if (is_readback) {
+            char name[64];
+            snprintf(name, sizeof(name), "%s-as-it-is", argv[i]);
+            save_trace(&f, name);
             hooked.chunk_map = hook_chunk_map;
             run_shape(&f, "readback", n, len, repeats);
             hooked.chunk_map = real_ops->chunk_map;
+            snprintf(name, sizeof(name), "%s-readback", argv[i]);
+            save_trace(&f, name);
         }
         if (is_direct) {
             hooked.replay = NULL;
