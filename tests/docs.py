@@ -10,23 +10,7 @@ import shutil
 import subprocess
 import sys
 
-from e2e import Daemon
-
-SRCDIR = os.environ.get("SRCDIR", ".")
-BUILDDIR = os.environ.get("BUILDDIR", ".")
-PROGRAM = os.path.join(BUILDDIR, "prefilld")
-
-count = failed = 0
-
-
-def check(good, what, detail=""):
-    global count, failed
-    count += 1
-    print(f"{'ok' if good else 'not ok'} {count} - {what}")
-    if not good:
-        failed += 1
-        for line in str(detail).splitlines():
-            print(f"# {line}")
+from e2e import PREFILLD, SRCDIR, Daemon, check, done, skip
 
 
 def read(*path):
@@ -36,7 +20,7 @@ def read(*path):
 
 def help_options():
     """Two maps, name -> default or None: keys of the file, and options of the command line."""
-    text = subprocess.run([PROGRAM, "--help"], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run([PREFILLD, "--help"], capture_output=True, text=True, check=True).stdout
     keys, line_only = {}, {}
     into = None
     for row in re.split(r"\n(?=\S|  --)", text):
@@ -153,7 +137,7 @@ def main():
 
     for page in ("loadgen.1", "prefill.1", "prefilld.8", "prefilld.conf.5"):
         if not shutil.which("mandoc"):
-            check(True, f"{page} # SKIP no mandoc (Debian package mandoc)")
+            skip(page, "no mandoc (Debian package mandoc)")
             continue
         lint = subprocess.run(["mandoc", "-T", "lint", os.path.join(SRCDIR, "etc", page)],
                               capture_output=True, text=True).stdout
@@ -161,9 +145,8 @@ def main():
         lint = [line for line in lint.splitlines() if "referenced manual not found" not in line]
         check(not lint, f"mandoc finds nothing in {page}", "\n".join(lint))
     check_examples()
-    print(f"1..{count}")
-    return failed != 0
+    done()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

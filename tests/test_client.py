@@ -12,21 +12,9 @@ import sys
 import tempfile
 import threading
 
-SRCDIR = os.environ.get("SRCDIR", ".")
+from e2e import SRCDIR, check, done
+
 CLIENT = os.path.join(SRCDIR, "clients", "prefill")
-
-count = failed = 0
-
-
-def check(good, what, detail=""):
-    global count, failed
-    count += 1
-    print(f"{'ok' if good else 'not ok'} {count} - {what}")
-    if not good:
-        failed += 1
-        for line in str(detail).splitlines():
-            print(f"# {line}")
-    sys.stdout.flush()
 
 
 ANSWER = {
@@ -291,9 +279,8 @@ def main():
     check_streams(url)
     check_interrupt()
     check_connections(url)
-    print(f"1..{count}")
-    return failed != 0
+    done()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
