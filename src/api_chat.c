@@ -19,6 +19,7 @@ static const char *const own_fields[] = {"messages",
                                          "n",
                                          "stream",
                                          "stream_options",
+                                         "return_progress",
                                          "priority",
                                          "deadline_ms",
                                          "request_id",
@@ -58,7 +59,6 @@ static const char *const unserved[] = {"tools",
                                        "structured_outputs",
                                        "echo",
                                        "best_of",
-                                       "logprob_token_ids",
                                        NULL};
 
 /* What the model's template does that ChatML alone does not, read from its text, which no
@@ -350,6 +350,8 @@ static int read_chat(struct api *a, struct exchange *x, struct completion *c,
     if (rc == 0)
         rc = api_read_choosing(a, body.root, &c->choosing, e);
     if (rc == 0)
+        rc = completion_read_labels(a, body.root, c, e);
+    if (rc == 0)
         rc = read_messages(a, body.root, c, e);
     if (rc == 0)
         rc = completion_check_lengths(a, c, "max_tokens", e);
@@ -359,5 +361,5 @@ static int read_chat(struct api *a, struct exchange *x, struct completion *c,
 
 void api_chat(struct api *a, struct exchange *x)
 {
-    completion_run(a, x, read_chat, completion_format);
+    completion_run(a, x, read_chat, completion_format, completion_add_event);
 }

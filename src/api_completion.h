@@ -25,6 +25,9 @@ struct completion {
     bool with_usage, usage_in_each; /* of a stream */
     struct choice *choices;         /* [group.n], as the group's members */
     struct text_offsets *offsets;   /* [group.n], of a stream; else NULL */
+    int32_t *n_read;                /* [group.n], of a stream with progress: as told last */
+    /* Of a stream: writes what choice i has that is new, one event. */
+    void (*add_event)(struct completion *c, struct buf *b, int32_t i);
     int64_t created;
 };
 
@@ -33,11 +36,16 @@ struct completion {
 /* Reads a body into c, from its prompts to how tokens are chosen. Returns 0 or as json_parse. */
 typedef int completion_read(struct api *a, struct exchange *x, struct completion *c,
                             struct api_common *common, struct json_error *e);
-/* Runs a call, whose body read reads; format writes the answer. */
+/* Runs a call, whose body read reads; format writes the answer, or the last of a stream of
+ * add_event's events. */
 void completion_run(struct api *a, struct exchange *x, completion_read *read,
-                    void (*format)(struct group *g, struct buf *out));
-/* `stream` and `stream_options`. */
+                    void (*format)(struct group *g, struct buf *out),
+                    void (*add_event)(struct completion *c, struct buf *b, int32_t i));
+/* `stream`, `stream_options` and `return_progress`. */
 int completion_read_stream(const json_t *root, struct completion *c, struct json_error *e);
+/* `logprob_token_ids`, after the numbers that say which are wanted. */
+int completion_read_labels(const struct api *a, const json_t *root, struct completion *c,
+                           struct json_error *e);
 /* `response_format`: that of a text is what is done anyway. */
 int completion_read_format(const json_t *root, struct json_error *e);
 /* `n`. */
@@ -51,5 +59,7 @@ int completion_check_lengths(const struct api *a, const struct completion *c,
 /* The group's callbacks. */
 void completion_format(struct group *g, struct buf *out);
 void completion_update(struct group *g); /* takes what was generated; streams send it */
+/* completion's add_event for the two. */
+void completion_add_event(struct completion *c, struct buf *b, int32_t i);
 
 #endif

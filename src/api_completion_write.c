@@ -154,8 +154,7 @@ static void add_kv(const struct completion *c, struct buf *b)
 
 /* ---- streams ---- */
 
-/* The token that choice i has just taken, or, for one that generates nothing, all there is. */
-static void add_event(struct completion *c, struct buf *b, int32_t i)
+void completion_add_event(struct completion *c, struct buf *b, int32_t i)
 {
     struct choice *choice = &c->choices[i];
     int32_t n_prompt = request_of(c, i)->n_prompt;
@@ -178,11 +177,27 @@ static void add_event(struct completion *c, struct buf *b, int32_t i)
     buf_adds(b, "}\n\n");
 }
 
+/* How much of choice i's prompt is computed, in llama.cpp's words; with an empty text, so that who
+ * joins texts need not look. */
+static void add_progress(struct completion *c, struct buf *b, int32_t i)
+{
+    const struct request *r = request_of(c, i);
+    c->n_read[i] = atomic_load(&r->n_read);
+    buf_adds(b, "data: ");
+    add_head(c, b);
+    buf_printf(b,
+               "{\"index\": %d, %s, \"logprobs\": null, \"finish_reason\": null}], "
+               "\"prompt_progress\": {\"total\": %d, \"cache\": %d, \"processed\": %d, "
+               "\"time_ms\": %.3f}}\n\n",
+               i, c->is_chat ? "\"delta\": {}" : "\"text\": \"\"", r->n_prompt, r->n_cached,
+               c->n_read[i], (double)(request_now_us() - r->started_us) / 1e3);
+}
+
 static void add_last_events(struct completion *c, struct buf *b)
 {
     for (int32_t i = 0; i < c->group.n; i++)
         if (!request_of(c, i)->sampling)
-            add_event(c, b, i);
+            c->add_event(c, b, i);
     if (c->with_usage || c->with_kv) {
         buf_adds(b, "data: ");
         add_head(c, b);
@@ -198,10 +213,13 @@ static void add_last_events(struct completion *c, struct buf *b)
 
 static void take_tokens(struct completion *c, struct buf *b)
 {
-    for (int32_t i = 0; i < c->group.n; i++)
+    for (int32_t i = 0; i < c->group.n; i++) {
+        if (c->n_read && atomic_load(&request_of(c, i)->n_read) > c->n_read[i])
+            add_progress(c, b, i);
         while (choice_step(&c->choices[i]))
             if (c->group.is_stream)
-                add_event(c, b, i);
+                c->add_event(c, b, i);
+    }
 }
 
 void completion_update(struct group *g)

@@ -18,6 +18,7 @@ static const char *const own_fields[] = {"prompt",
                                          "best_of",
                                          "stream",
                                          "stream_options",
+                                         "return_progress",
                                          "return_token_ids",
                                          "return_tokens_as_token_ids",
                                          "priority",
@@ -43,10 +44,17 @@ static const char *const own_fields[] = {"prompt",
                                          NULL};
 
 /* What would change the text, and is not done. */
-static const char *const unserved[] = {
-    "suffix",       "logprob_token_ids", "prompt_embeds",      "use_beam_search",
-    "bad_words",    "allowed_token_ids", "structured_outputs", "guided_json",
-    "guided_regex", "guided_choice",     "guided_grammar",     NULL};
+static const char *const unserved[] = {"suffix",
+                                       "prompt_embeds",
+                                       "use_beam_search",
+                                       "bad_words",
+                                       "allowed_token_ids",
+                                       "structured_outputs",
+                                       "guided_json",
+                                       "guided_regex",
+                                       "guided_choice",
+                                       "guided_grammar",
+                                       NULL};
 
 /* ---- the question ---- */
 
@@ -94,6 +102,13 @@ int completion_read_stream(const json_t *root, struct completion *c, struct json
 {
     const json_t *o = json_object_get(root, "stream_options");
     int rc = json_get_bool(root, "stream", &c->group.is_stream, e);
+    if (rc == 0)
+        rc = json_get_bool(root, "return_progress", &c->group.tells_progress, e);
+    if (rc == 0 && c->group.tells_progress && !c->group.is_stream)
+        rc =
+            json_fail(e, ERR_INVALID, "return_progress",
+                      "return_progress is true without a stream; beside \"stream\": true it is "
+                      "accepted");
     if (rc != 0 || !o || json_is_null(o))
         return rc;
     if (!json_is_object(o) || !c->group.is_stream)
@@ -104,6 +119,15 @@ int completion_read_stream(const json_t *root, struct completion *c, struct json
     rc = json_get_bool(o, "include_usage", &c->with_usage, e);
     if (rc == 0)
         rc = json_get_bool(o, "continuous_usage_stats", &c->usage_in_each, e);
+    return rc;
+}
+
+int completion_read_labels(const struct api *a, const json_t *root, struct completion *c,
+                           struct json_error *e)
+{
+    int rc = api_read_labels(a, root, &c->choosing, e);
+    if (c->choosing.n_labels > 0 && c->n_top < 0)
+        c->n_top = 0;
     return rc;
 }
 
@@ -135,7 +159,9 @@ static int read_options(const struct api *a, const json_t *root, struct completi
         rc = json_fail(
             e, ERR_INVALID, "prompt_logprobs",
             "prompt_logprobs is given with a stream; only its absence is accepted there");
-    return rc ? rc : api_read_choosing(a, root, &c->choosing, e);
+    if (rc == 0)
+        rc = api_read_choosing(a, root, &c->choosing, e);
+    return rc ? rc : completion_read_labels(a, root, c, e);
 }
 
 static int read_truncation(const struct api *a, const json_t *root, struct prompt_rules *r,
@@ -181,8 +207,8 @@ static int64_t n_numbers_of(const struct api *a, const struct completion *c,
 {
     int32_t n_top = c->n_top > c->n_prompt_top ? c->n_top : c->n_prompt_top;
     int64_t n_rows = wants_prompt_rows(c) ? p->n_ids : 0;
-    n_rows += c->n_top >= 0 ? max_new_of(a, c, p) : 0;
-    return n_rows * (n_top + 1) * c->n;
+    int64_t n_new = c->n_top >= 0 ? max_new_of(a, c, p) : 0;
+    return ((n_rows + n_new) * (n_top + 1) + n_new * c->choosing.n_labels) * c->n;
 }
 
 /* Every token that a penalty or a bias touches is an adjustment of the logits. */
@@ -281,6 +307,7 @@ static void release(struct group *g)
         text_offsets_fini(&c->offsets[i]);
     free(c->choices);
     free(c->offsets);
+    free(c->n_read);
     prompts_free(c->prompts, c->n_prompts);
     choosing_fini(&c->choosing);
     group_fini(g);
@@ -325,7 +352,10 @@ static int add_choices(struct completion *c)
     c->choices = calloc((size_t)c->group.cap, sizeof(*c->choices));
     if (c->group.is_stream)
         c->offsets = calloc((size_t)c->group.cap, sizeof(*c->offsets));
-    if (!c->choices || (c->group.is_stream && !c->offsets))
+    if (c->group.tells_progress)
+        c->n_read = calloc((size_t)c->group.cap, sizeof(*c->n_read));
+    if (!c->choices || (c->group.is_stream && !c->offsets) ||
+        (c->group.tells_progress && !c->n_read))
         return ERR_NOMEM;
     for (int32_t p = 0; p < c->n_prompts && rc == 0; p++) {
         for (int32_t i = 0; i < c->n && rc == 0; i++)
@@ -337,7 +367,8 @@ static int add_choices(struct completion *c)
 }
 
 void completion_run(struct api *a, struct exchange *x, completion_read *read,
-                    void (*format)(struct group *g, struct buf *out))
+                    void (*format)(struct group *g, struct buf *out),
+                    void (*add_event)(struct completion *c, struct buf *b, int32_t i))
 {
     struct api_common common;
     struct json_error e;
@@ -352,6 +383,7 @@ void completion_run(struct api *a, struct exchange *x, completion_read *read,
     }
     c->group.format = format;
     c->group.release = release;
+    c->add_event = add_event;
     c->created = (int64_t)time(NULL);
     c->n_prompt_top = -1;
     c->default_new = DEFAULT_MAX_TOKENS;
@@ -374,5 +406,5 @@ void completion_run(struct api *a, struct exchange *x, completion_read *read,
 
 void api_completions(struct api *a, struct exchange *x)
 {
-    completion_run(a, x, read_question, completion_format);
+    completion_run(a, x, read_question, completion_format, completion_add_event);
 }

@@ -474,6 +474,31 @@ int api_read_choosing(const struct api *a, const json_t *root, struct choosing *
     return rc;
 }
 
+int api_read_labels(const struct api *a, const json_t *root, struct choosing *c,
+                    struct json_error *e)
+{
+    static const char field[] = "logprob_token_ids";
+    const json_t *v = get(root, field);
+    struct prompt ids;
+    if (!v)
+        return 0;
+    size_t n = json_array_size(v);
+    if (!json_is_array(v) || n < 1 || n > LABELS_MAX)
+        return json_fail(e, ERR_INVALID, field, "%s is %s%s; a list of 1 to %d ids is accepted",
+                         field, json_kind(v), json_is_array(v) ? " of another length" : "",
+                         LABELS_MAX);
+    int rc = api_read_text_or_ids(a, v, field, field, &ids, e);
+    for (int32_t i = 0; rc == 0 && i < ids.n_ids; i++) {
+        int32_t j = 0;
+        while (j < c->n_labels && c->labels[j] != ids.ids[i])
+            j++;
+        if (j == c->n_labels)
+            c->labels[c->n_labels++] = ids.ids[i];
+    }
+    free(ids.ids);
+    return rc;
+}
+
 void choosing_fini(struct choosing *c)
 {
     for (int32_t i = 0; i < c->n_stops; i++)

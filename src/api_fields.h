@@ -74,6 +74,8 @@ struct choosing {
     bool skips_special;    /* special tokens are not in the text */
     bool with_stop;        /* the stop string is in the text */
     int32_t stop_ids_from; /* in sampling.stop_ids: before are the model's own end tokens */
+    int32_t labels[LABELS_MAX]; /* ids whose numbers are wanted beside each token */
+    int32_t n_labels;
 };
 
 /* The fields that all calls that generate have under the same names: temperature to stop. Their
@@ -82,6 +84,9 @@ extern const char *const api_choosing_fields[];
 int api_read_choosing(const struct api *a, const json_t *root, struct choosing *c,
                       struct json_error *e);
 void choosing_fini(struct choosing *c);
+/* `logprob_token_ids`: c->labels. After api_read_choosing. */
+int api_read_labels(const struct api *a, const json_t *root, struct choosing *c,
+                    struct json_error *e);
 
 /* Names of several lists in one, for json_rules. Returns 0 or ERR_TOO_LARGE. */
 enum { API_MAX_FIELDS = 96 };

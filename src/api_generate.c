@@ -31,8 +31,8 @@ static const char *const fields[] = {"text",
                                      NULL};
 
 static const char *const unserved[] = {
-    "stream",         "input_embeds", "image_data",           "token_ids_logprob",
-    "session_params", "lora_path",    "return_hidden_states", NULL};
+    "input_embeds",         "image_data", "token_ids_logprob", "session_params", "lora_path",
+    "return_hidden_states", NULL};
 
 static const char *const unserved_params[] = {
     "json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params", NULL};
@@ -147,6 +147,8 @@ static int read_generate(struct api *a, struct exchange *x, struct completion *c
     if (rc == 0)
         rc = api_refuse_fields(body.root, unserved, e);
     if (rc == 0)
+        rc = json_get_bool(body.root, "stream", &c->group.is_stream, e);
+    if (rc == 0)
         rc = read_params(a, body.root, c, e);
     if (rc == 0)
         rc = read_logprobs(body.root, c, e);
@@ -216,6 +218,10 @@ static void add_finish(struct buf *b, const struct choice *choice)
         buf_printf(b, "{\"type\": \"length\", \"length\": %d}", choice->n_tokens);
         return;
     }
+    if (choice->end == CHOICE_OPEN) {
+        buf_adds(b, "null");
+        return;
+    }
     const struct choosing *o = choice->choosing;
     buf_adds(b, "{\"type\": \"stop\", \"matched\": ");
     if (choice->end == CHOICE_STOP_TEXT)
@@ -225,14 +231,21 @@ static void add_finish(struct buf *b, const struct choice *choice)
     buf_addc(b, '}');
 }
 
+static bool is_list(const struct completion *c)
+{
+    return c->is_batch || c->group.n > 1;
+}
+
+/* As far as it has come. The prompt's numbers are in the first and the last event of a stream. */
 static void add_answer(const struct completion *c, struct buf *b, int32_t i)
 {
     const struct choice *choice = &c->choices[i];
     const struct request *r = c->group.requests[i];
     const char *id = exchange_id(c->group.exchange);
     int32_t to = r->n_prompt + choice->n_tokens;
+    bool with_prompt = choice->n_tokens <= 1 || choice->end != CHOICE_OPEN;
     buf_adds(b, "{\"text\": ");
-    buf_json_string(b, choice->text.data ? choice->text.data : "", choice->text.len);
+    buf_json_string(b, choice->text.data ? choice->text.data : "", choice_certain(choice));
     b->failed |= choice->text.failed;
     buf_adds(b, ", \"output_ids\": ");
     write_ids(b, r->ids, r->n_prompt, to);
@@ -245,32 +258,45 @@ static void add_answer(const struct completion *c, struct buf *b, int32_t i)
                "\"e2e_latency\": %.6f",
                r->n_prompt, choice->n_tokens, r->n_cached,
                (double)(request_now_us() - r->arrival_us) / 1e6);
-    if (c->n_prompt_top >= 0)
+    if (c->n_prompt_top >= 0 && with_prompt)
         add_rows(c, b, r, "input", c->shown_from < r->n_prompt ? c->shown_from : r->n_prompt,
                  r->n_prompt);
-    else if (c->n_top >= 0)
+    else if (c->n_top >= 0 && with_prompt)
         buf_adds(b, ", \"input_token_logprobs\": []");
     if (c->n_top >= 0)
         add_rows(c, b, r, "output", r->n_prompt, to);
-    buf_adds(b, "}}");
+    buf_adds(b, "}");
+    if (c->group.is_stream && is_list(c))
+        buf_printf(b, ", \"index\": %d", i);
+    buf_adds(b, "}");
+}
+
+static void add_event(struct completion *c, struct buf *b, int32_t i)
+{
+    buf_adds(b, "data: ");
+    add_answer(c, b, i);
+    buf_adds(b, "\n\n");
 }
 
 static void format(struct group *g, struct buf *b)
 {
     const struct completion *c = (const struct completion *)g;
-    bool is_list = c->is_batch || g->n > 1;
+    if (g->is_stream) {
+        completion_format(g, b);
+        return;
+    }
     completion_update(g);
-    if (is_list)
+    if (is_list(c))
         buf_addc(b, '[');
     for (int32_t i = 0; i < g->n; i++) {
         buf_adds(b, i ? ", " : "");
         add_answer(c, b, i);
     }
-    if (is_list)
+    if (is_list(c))
         buf_addc(b, ']');
 }
 
 void api_generate(struct api *a, struct exchange *x)
 {
-    completion_run(a, x, read_generate, format);
+    completion_run(a, x, read_generate, format, add_event);
 }

@@ -116,7 +116,8 @@ static int generate(struct request *r, const struct choosing *c, int32_t max_new
         memcpy(s.bias, c->bias, (size_t)c->n_bias * sizeof(*s.bias));
         s.n_bias = c->n_bias;
     }
-    return request_generate(r, &s, page_tokens);
+    int rc = request_generate(r, &s, page_tokens);
+    return rc == 0 && c->n_labels > 0 ? request_label(r, c->labels, c->n_labels) : rc;
 }
 
 int group_add(struct group *g, struct prompt *p, enum logprobs_mode mode, int32_t n_top,
@@ -139,11 +140,12 @@ int group_add(struct group *g, struct prompt *p, enum logprobs_mode mode, int32_
         g->common.deadline_ms ? r->arrival_us + g->common.deadline_ms * 1000 : 0;
     r->done = on_done;
     r->done_arg = m;
-    if (!c)
-        return 0;
+    r->tells_progress = g->tells_progress;
     /* Stop strings are looked for as the text grows; other answers are read at their end. */
     if (g->update)
         r->on_token = on_token;
+    if (!c)
+        return 0;
     return generate(r, c, max_new, seed, a->page_tokens);
 }
 

@@ -33,13 +33,17 @@ struct group {
     struct request **requests;    /* the same requests, as the queue takes them */
     int32_t n, cap;
     bool is_stream; /* set before the start: the answer goes out as it grows */
+    bool
+        tells_progress; /* set before the first group_add, with update: it is called after pieces of
+                            prompts, too */
     /* Requests that ended, times 2^32, and notices that no worker has taken yet. One number, so
      * that the engine's last touch of the group is the addition that tells of the end. */
     atomic_llong progress;
     atomic_bool is_failing; /* one has failed: the others are being cancelled */
 
     /* Workers. All but update are needed. */
-    void (*update)(struct group *g); /* tokens were generated, or requests ended; may be NULL */
+    void (*update)(struct group *g); /* there is more of something, or requests ended; may be
+                                        NULL */
     void (*format)(struct group *g,
                    struct buf *out);  /* all went well: the answer's body, or the
                                                          last of a stream */

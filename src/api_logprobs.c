@@ -65,6 +65,12 @@ const struct top_entry *row_top(const struct request *r, int32_t t)
                            : r->new_top + (size_t)(t - r->n_prompt) * n_top;
 }
 
+/* Of a generated row. */
+static const float *row_labels(const struct request *r, int32_t t)
+{
+    return r->new_labels + (size_t)(t - r->n_prompt) * (size_t)r->n_labels;
+}
+
 bool write_token(const struct api *a, struct buf *b, int32_t id, bool as_ids)
 {
     if (as_ids) {
@@ -134,49 +140,64 @@ static bool is_text_at(const struct api *a, struct buf *b, int32_t id, size_t at
     return is_same;
 }
 
-/* {token: logprob, ...}: the row's own token first, then the best n_top. Two tokens may have one
- * text (bytes of no character are all U+FFFD, ids without a token are ""): then the name is
- * written once, with the larger number, so that the row's own seems the best only if it is. */
+/* Names of a row's numbers, as they stand in the buffer. */
+struct row_names {
+    size_t at[1 + TOP_MAX + LABELS_MAX], len[1 + TOP_MAX + LABELS_MAX];
+    int32_t n;
+};
+
+/* ", name: logprob", unless the name is there. */
+static void add_named(const struct api *a, struct buf *b, struct row_names *names, int32_t id,
+                      float logprob, bool as_ids)
+{
+    size_t start = b->len;
+    buf_adds(b, ", ");
+    size_t at = b->len;
+    bool is_text = write_token(a, b, id, as_ids);
+    if (b->failed)
+        return;
+    size_t len = b->len - at;
+    for (int32_t j = 0; j < names->n && !is_text; j++) {
+        if (names->len[j] == len && memcmp(b->data + names->at[j], b->data + at, len) == 0) {
+            b->len = start;
+            return;
+        }
+    }
+    names->at[names->n] = at;
+    names->len[names->n++] = len;
+    buf_adds(b, ": ");
+    buf_json_f32(b, logprob);
+}
+
+/* {token: logprob, ...}: the row's own token first, then the best n_top, or for a generated one the
+ * labels. Two tokens may have one text (bytes of no character are all U+FFFD, ids without a token
+ * are ""): then the name is written once, with the larger number, so that the row's own seems the
+ * best only if it is. */
 static void write_top(const struct api *a, struct buf *b, const struct request *r, int32_t t,
                       const struct row_style *s)
 {
-    size_t names[TOP_MAX + 1], lens[TOP_MAX + 1];
+    struct row_names names = {.n = 1};
+    bool has_labels = r->n_labels > 0 && t >= r->n_prompt;
     const struct top_entry *top = row_top(r, t);
     float own = row_logprob(r, t);
-    int32_t n = 1, n_top = 0;
-    while (n_top < s->n_top && top[n_top].id >= 0)
+    int32_t n_top = 0;
+    while (!has_labels && n_top < s->n_top && top[n_top].id >= 0)
         n_top++;
     buf_addc(b, '{');
-    names[0] = b->len;
+    names.at[0] = b->len;
     bool is_text = write_token(a, b, r->ids[t], s->as_ids);
-    lens[0] = b->len - names[0];
+    names.len[0] = b->len - names.at[0];
     for (int32_t i = 0; !is_text && i < n_top; i++)
-        if (top[i].logprob > own && is_text_at(a, b, top[i].id, names[0], lens[0]))
+        if (top[i].logprob > own && is_text_at(a, b, top[i].id, names.at[0], names.len[0]))
             own = top[i].logprob;
     buf_adds(b, ": ");
     buf_json_f32(b, own);
-    for (int32_t i = 0; i < n_top; i++) {
-        if (top[i].id == r->ids[t])
-            continue;
-        size_t start = b->len;
-        buf_adds(b, ", ");
-        names[n] = b->len;
-        is_text = write_token(a, b, top[i].id, s->as_ids);
-        if (b->failed)
-            return;
-        lens[n] = b->len - names[n];
-        bool is_there = false;
-        for (int32_t j = 0; j < n && !is_text && !is_there; j++)
-            is_there = lens[j] == lens[n] &&
-                       memcmp(b->data + names[j], b->data + names[n], lens[n]) == 0;
-        if (is_there) {
-            b->len = start;
-            continue;
-        }
-        n++;
-        buf_adds(b, ": ");
-        buf_json_f32(b, top[i].logprob);
-    }
+    for (int32_t i = 0; i < n_top; i++)
+        if (top[i].id != r->ids[t])
+            add_named(a, b, &names, top[i].id, top[i].logprob, s->as_ids);
+    for (int32_t i = 0; has_labels && i < r->n_labels; i++)
+        if (r->labels[i] != r->ids[t])
+            add_named(a, b, &names, r->labels[i], row_labels(r, t)[i], s->as_ids);
     buf_addc(b, '}');
 }
 
@@ -286,7 +307,12 @@ void write_chat_logprobs(const struct api *a, struct buf *b, const struct reques
         buf_adds(b, t > from ? ", " : "");
         write_chat_token(a, b, r->ids[t], row_logprob(r, t));
         buf_adds(b, ", \"top_logprobs\": [");
-        for (int32_t i = 0; i < n_top && top[i].id >= 0; i++) {
+        for (int32_t i = 0; i < r->n_labels; i++) {
+            buf_adds(b, i ? ", " : "");
+            write_chat_token(a, b, r->labels[i], row_labels(r, t)[i]);
+            buf_addc(b, '}');
+        }
+        for (int32_t i = 0; r->n_labels == 0 && i < n_top && top[i].id >= 0; i++) {
             buf_adds(b, i ? ", " : "");
             write_chat_token(a, b, top[i].id, top[i].logprob);
             buf_addc(b, '}');

@@ -28,7 +28,7 @@
 
 #include "err.h"
 
-enum { CHUNK_TOKENS = 64, TOP_MAX = 20 };
+enum { CHUNK_TOKENS = 64, TOP_MAX = 20, LABELS_MAX = 32 };
 
 enum dtype { DTYPE_F32, DTYPE_BF16, DTYPE_F16 };
 
@@ -323,7 +323,7 @@ struct op_head {
 struct backend_limits {
     int32_t max_tokens; /* T of a step */
     int32_t max_seqs;   /* N of a step */
-    int32_t max_rows;   /* R of a step; equals max_tokens when all logprobs are served */
+    int32_t max_rows;   /* R of a step: one a token, and LABELS_MAX more a piece */
     int32_t max_pages;  /* pages of one request */
     int32_t M, F, moe_F, E, top_k, vocab, HQ, HV, conv_dim; /* 0 where the model has none */
 };

@@ -41,7 +41,7 @@ int engine_open(const struct engine_config *c, struct model *model, struct queue
                               .max_waiting = c->max_waiting};
     struct step_limits lim = {.max_tokens = sizes->o.max_step_tokens,
                               .max_seqs = sizes->o.max_seqs,
-                              .max_rows = sizes->o.max_step_tokens,
+                              .max_rows = sizes->max_rows,
                               .max_pages = sizes->max_pages,
                               .page_tokens = sizes->o.page_tokens};
     en->plan = calloc((size_t)sizes->o.max_seqs, sizeof(*en->plan));
@@ -297,6 +297,10 @@ static void engine_publish_piece(struct engine *en, const struct step *s, int32_
                   (long long)s->number);
         engine_end_request(en, r, OUTCOME_ERROR, "the model gave numbers that are not finite");
         return;
+    }
+    if (r->tells_progress && p->start < r->n_prompt) {
+        atomic_store(&r->n_read, p->start + p->n_tokens);
+        r->on_token(r, r->done_arg);
     }
     if (p->start < r->n_prompt && request_add_piece(r, s->number, p->start, p->n_tokens) != 0)
         engine_end_request(en, r, OUTCOME_ERROR, "no memory");

@@ -26,6 +26,7 @@ struct model_sizes {
     struct model_options o; /* all filled in */
     int32_t n_pages;        /* of the pool */
     int32_t max_pages;      /* of one request */
+    int32_t max_rows;       /* of the head in a step */
     size_t weights_bytes, scratch_bytes, workspace_bytes;
     size_t slot_bytes, page_bytes; /* one slot or page, all layers */
     size_t slots_bytes, pages_bytes;

@@ -80,7 +80,7 @@ struct backend_limits model_limits(const struct arch *a, const struct model_size
 {
     return (struct backend_limits){.max_tokens = s->o.max_step_tokens,
                                    .max_seqs = s->o.max_seqs,
-                                   .max_rows = s->o.max_step_tokens,
+                                   .max_rows = s->max_rows,
                                    .max_pages = s->max_pages,
                                    .M = a->M,
                                    .F = a->F > a->shared_F ? a->F : a->shared_F,
@@ -151,7 +151,7 @@ static void size_explain(const struct model_sizes *s, struct errmsg *e)
 int model_size(const struct arch *a, const struct st_set *set, struct backend *b,
                const struct model_options *o, struct model_sizes *out, struct errmsg *e)
 {
-    struct model_sizes s = {.o = *o};
+    struct model_sizes s = {.o = *o, .max_rows = o->max_step_tokens + LABELS_MAX * o->max_seqs};
     struct gdn_dims gd = model_gdn_dims(a);
     struct attn_dims ad = model_attn_dims(a);
     size_t list[SCRATCH_COUNT], total;

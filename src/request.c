@@ -93,6 +93,18 @@ int request_generate(struct request *r, const struct sampling *s, int32_t page_t
     return sampler_init(&r->sampler, r->sampling, r->ids, r->n_prompt);
 }
 
+int request_label(struct request *r, const int32_t *labels, int32_t n)
+{
+    assert(r->sampling && !r->labels && n >= 1 && n <= LABELS_MAX);
+    r->labels = malloc((size_t)n * sizeof(*r->labels));
+    r->new_labels = calloc((size_t)r->sampling->max_new * (size_t)n, sizeof(*r->new_labels));
+    if (!r->labels || !r->new_labels)
+        return ERR_NOMEM;
+    memcpy(r->labels, labels, (size_t)n * sizeof(*r->labels));
+    r->n_labels = n;
+    return 0;
+}
+
 void request_ref(struct request *r)
 {
     /* Whoever calls this has a reference already: nothing to order. */
@@ -118,6 +130,8 @@ void request_unref(struct request *r)
     free(r->pieces);
     free(r->new_logprobs);
     free(r->new_top);
+    free(r->labels);
+    free(r->new_labels);
     sampler_fini(&r->sampler);
     if (r->sampling)
         free(r->sampling->bias);

@@ -69,9 +69,14 @@ struct request {
     void (*done)(struct request *r, void *arg);
     void *done_arg;
 
-    /* Called by the engine thread after each token generated, the last one too, before done();
-     * may be NULL; must not block. Others read ids, new_logprobs and new_top below n_new. */
+    /* Called by the engine thread after each token generated, the last one too, and, with
+     * tells_progress, after each piece of the prompt, before done(); may be NULL; must not block.
+     * Others read ids, new_logprobs, new_top and new_labels below n_new. */
     void (*on_token)(struct request *r, void *arg);
+    bool tells_progress;
+    int32_t *
+        labels; /* [n_labels] ids whose logprobs are wanted beside each token generated; owned */
+    int32_t n_labels; /* 0..LABELS_MAX */
 
     /* ---- the engine's, while it holds the request ---- */
     struct sched_item item;      /* arrival, deadline, priority, lengths */
@@ -103,10 +108,12 @@ struct request {
                                 with LOGPROBS_ALL */
     struct top_entry *prompt_top; /* [n_ids * n_top], same rows; with LOGPROBS_ALL, n_top > 0 */
     struct top_entry next_top[20]; /* sorted; [0] is the next token; unless LOGPROBS_NONE */
-    atomic_int n_new;              /* tokens generated; entries below it stand */
-    float *new_logprobs;           /* [max_new] of the model, before sampling changes it */
-    struct top_entry *new_top;     /* [max_new * n_top]; with n_top > 0 */
-    enum finish finish;            /* with sampling */
+    atomic_int n_read;   /* with tells_progress: tokens of the prompt computed or cached */
+    atomic_int n_new;    /* tokens generated; entries below it stand */
+    float *new_logprobs; /* [max_new] of the model, before sampling changes it */
+    struct top_entry *new_top; /* [max_new * n_top]; with n_top > 0 */
+    float *new_labels;         /* [max_new * n_labels]; with n_labels > 0 */
+    enum finish finish;        /* with sampling */
     int32_t n_cached;
     struct request_piece *pieces; /* [n_pieces], owned */
     int32_t n_pieces, pieces_cap;
@@ -125,6 +132,9 @@ struct request *request_new(int32_t *ids, int32_t n_ids, enum logprobs_mode mode
  * copied; s->bias (malloc) is taken, also on failure. Before r is queued. Returns 0, or ERR_NOMEM:
  * r must not be queued then. */
 int request_generate(struct request *r, const struct sampling *s, int32_t page_tokens);
+/* Wants the logprobs of n ids beside each token generated. After request_generate, before r is queued.
+ * labels is copied. Returns 0 or ERR_NOMEM, as request_generate. */
+int request_label(struct request *r, const int32_t *labels, int32_t n);
 /* Any thread that has a reference. */
 void request_ref(struct request *r);
 /* Gives one up; the last frees r and all it owns. NULL is legal. Any thread. */

@@ -107,6 +107,9 @@ void step_add(struct step *s, struct request *r, int32_t start, int32_t n_tokens
     if (is_last && (r->logprobs != LOGPROBS_NONE || r->sampling))
         /* The next token is the best candidate, also when none were asked for. */
         step_add_row(s, t0 + n_tokens - 1, -1, r->n_top > 0 ? r->n_top : 1);
+    /* A row has one target: what is wanted of labels is asked for again and again. */
+    for (int32_t j = 0; is_last && j < r->n_labels; j++)
+        step_add_row(s, t0 + n_tokens - 1, r->labels[j], 0);
     p->n_rows = s->host.n_rows - p->row0;
     s->host.n_tokens += n_tokens;
     s->host.n_chunks += (n_tokens + CHUNK_TOKENS - 1) / CHUNK_TOKENS;
@@ -154,6 +157,7 @@ int32_t step_publish(const struct step *s, int32_t i_piece)
     const struct step_piece *p = &s->pieces[i_piece];
     struct request *r = p->req;
     int32_t n_bad = 0;
+    float *labels = NULL; /* behind the row of the next token */
     for (int32_t i = 0; i < p->n_rows; i++) {
         const struct row_result *row = &s->results[p->row0 + i];
         n_bad += row->n_bad > 0;
@@ -163,6 +167,13 @@ int32_t step_publish(const struct step *s, int32_t i_piece)
                 r->chosen = (struct top_entry){row->sampled_id, row->sampled_logprob};
             else
                 r->chosen = r->next_top[0];
+            labels = r->n_labels > 0
+                         ? r->new_labels + (size_t)atomic_load(&r->n_new) * (size_t)r->n_labels
+                         : NULL;
+            continue;
+        }
+        if (labels) {
+            *labels++ = row->target_logprob;
             continue;
         }
         /* The row of token t gives the logprob of token t + 1. */

@@ -53,8 +53,6 @@ static void end_request(struct server *s, struct request *r)
     bool is_cancelled = atomic_load(&r->cancelled);
     r->outcome = is_cancelled ? OUTCOME_CANCELLED : (enum outcome)atomic_load(&s->outcome);
     errmsg_set(&r->error, 0, "%s", outcome_name(r->outcome));
-    if (r->outcome == OUTCOME_OK)
-        fill_answer(r);
     r->ended_us = request_now_us();
     atomic_fetch_add(&s->n_done, 1);
     r->done(r, r->done_arg);
@@ -74,6 +72,8 @@ static bool generate(struct server *s, struct request *r)
         r->new_top[at * r->n_top + i] =
             i < 2 ? (struct top_entry){id + i, -0.125f * (float)(at + i + 1)}
                   : (struct top_entry){-1, 0};
+    for (int32_t i = 0; i < r->n_labels; i++)
+        r->new_labels[at * r->n_labels + i] = -4.0f - (float)i;
     bool stops = false;
     for (int32_t i = 0; i < p->n_stop; i++)
         stops |= at >= p->min_new && p->stop_ids[i] == id;
@@ -82,6 +82,17 @@ static bool generate(struct server *s, struct request *r)
     if (r->on_token)
         r->on_token(r, r->done_arg);
     return !stops && at + 1 < p->max_new;
+}
+
+/* A prompt in two pieces. */
+static void tell_progress(struct request *r)
+{
+    int32_t ends[] = {(r->n_prompt + 1) / 2, r->n_prompt};
+    for (int i = 0; r->tells_progress && i < 2; i++) {
+        atomic_store(&r->n_read, ends[i]);
+        r->on_token(r, r->done_arg);
+        client_sleep_ms(20); /* a worker looks at it */
+    }
 }
 
 static void *engine_main(void *arg)
@@ -98,6 +109,8 @@ static void *engine_main(void *arg)
         for (int32_t i = n; i < n + got; i++) {
             held[i]->started_us = request_now_us();
             queue_leave(s->queue, held[i]);
+            tell_progress(held[i]);
+            fill_answer(held[i]);
         }
         n += got;
         atomic_fetch_add(&s->n_taken, got);

@@ -67,6 +67,19 @@ static void test_shapes(void)
           "{\"prompt\":[1],\"max_tokens\":3,\"stop_token_ids\":[300],\"min_tokens\":1,"
           "\"return_token_ids\":true}",
           "not before min_tokens", "\"token_ids\": [300, 301, 302]");
+    /* Labels stand where candidates do; the token's own number is first. */
+    HOLDS(s,
+          "{\"prompt\":[5,6],\"max_tokens\":2,\"logprob_token_ids\":[301,7,301],"
+          "\"return_tokens_as_token_ids\":true}",
+          "labels",
+          "\"top_logprobs\": [{\"token_id:300\": -0.125, \"token_id:301\": -4, "
+          "\"token_id:7\": -5}, {\"token_id:301\": -0.25, \"token_id:7\": -5}]");
+    HOLDS(s,
+          "{\"prompt\":[5,6],\"max_tokens\":1,\"logprob_token_ids\":[7],\"logprobs\":2,"
+          "\"echo\":true,\"return_tokens_as_token_ids\":true}",
+          "and only behind the prompt",
+          "\"top_logprobs\": [null, {\"token_id:6\": -0.5, \"token_id:7\": -0, "
+          "\"token_id:8\": -1}, {\"token_id:300\": -0.125, \"token_id:7\": -4}]");
     struct answer a = complete(s, "{\"prompt\":[1],\"max_tokens\":1,\"cache_salt\":\"x\"}");
     CHECK(a.status == 200 && answer_has(&a, "X-Prefilld-Ignored", "cache_salt"), "ignored");
     answer_free(&a);
@@ -156,7 +169,13 @@ static const struct {
     {"\"prompt\":[1],\"min_tokens\":5,\"max_tokens\":4", "at most max_tokens, which is 4"},
     {"\"prompt\":[1],\"echo\":1", "echo is an integer"},
     {"\"prompt\":[1],\"suffix\":\"secret\"", "suffix is a string; this version"},
-    {"\"prompt\":[1],\"logprob_token_ids\":[1]", "logprob_token_ids is a list"},
+    {"\"prompt\":[1],\"logprob_token_ids\":7", "a list of 1 to 32 ids is accepted"},
+    {"\"prompt\":[1],\"logprob_token_ids\":[]", "a list of another length; a list of 1 to 32"},
+    {"\"prompt\":[1],\"logprob_token_ids\":[5,2100]",
+     "logprob_token_ids[1] is out of range; ids are integers in [0, 2100)"},
+    {"\"prompt\":[1],\"logprob_token_ids\":[\"secret\"]", "logprob_token_ids[0] is a string"},
+    {"\"prompt\":[1],\"return_progress\":true", "return_progress is true without a stream"},
+    {"\"prompt\":[1],\"stream\":true,\"return_progress\":1", "return_progress is an integer"},
     {"\"prompt\":[1],\"response_format\":{\"type\":\"secret\"}", "response_format"},
     {"\"prompt\":[1],\"truncate_prompt_tokens\":0", "truncate_prompt_tokens is 0"},
     {"\"prompt\":[1],\"truncation_side\":\"secret\"", "\\\"left\\\" and \\\"right\\\""},
@@ -330,7 +349,8 @@ static const struct {
      "[{\"text\": \" ha\"", 200},
     {"/generate", "{\"text\":\"And\",\"input_ids\":[1]}", "both given", 400},
     {"/generate", "{}", "both missing", 400},
-    {"/generate", "{\"text\":\"And\",\"stream\":true}", "stream is a boolean; this version",
+    {"/generate", "{\"text\":\"And\",\"stream\":1}", "stream is an integer", 400},
+    {"/generate", "{\"text\":\"And\",\"token_ids_logprob\":[1]}", "token_ids_logprob is a list",
      400},
     {"/generate", "{\"text\":\"And\",\"sampling_params\":{\"max_new_tokens\":101}}",
      "max_new_tokens is 101", 400},
@@ -346,6 +366,12 @@ static const struct {
      "true}",
      "\"logprobs\": {\"content\": [{\"token\": \" ha\", \"logprob\": -0.125, \"bytes\": [32, "
      "104, 97], \"top_logprobs\": []}]}",
+     200},
+    {"/v1/chat/completions",
+     "{\"messages\":[{\"role\":\"user\",\"content\":\"And\"}],\"max_tokens\":1,"
+     "\"logprob_token_ids\":[7,300]}",
+     "\"top_logprobs\": [{\"token\": \"(\", \"logprob\": -4, \"bytes\": [40]}, {\"token\": "
+     "\" ha\", \"logprob\": -5, \"bytes\": [32, 104, 97]}]}]}",
      200},
     {"/v1/chat/completions", "{\"messages\":[]}", "messages is empty", 400},
     {"/v1/chat/completions", "{}", "messages is missing", 400},

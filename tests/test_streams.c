@@ -9,15 +9,20 @@
 
 /* ---- streams ---- */
 
-static int ask_stream(struct server *s, const char *body)
+static int ask_stream_at(struct server *s, const char *path, const char *body)
 {
     char request[1024];
     int fd = client_connect(s->address);
     snprintf(request, sizeof(request),
-             "POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: %zu\r\n\r\n%s",
-             strlen(body), body);
+             "POST %s HTTP/1.1\r\nHost: t\r\nContent-Length: %zu\r\n\r\n%s", path, strlen(body),
+             body);
     client_sends(fd, request);
     return fd;
+}
+
+static int ask_stream(struct server *s, const char *body)
+{
+    return ask_stream_at(s, "/v1/completions", body);
 }
 
 /* Reads chunks to the end of the stream, or until the text holds `until`. Appends their bytes;
@@ -99,6 +104,92 @@ static void test_stream(void)
            "stream_options without a stream");
     expect(complete(s, "{\"prompt\":[1],\"stream\":true,\"prompt_logprobs\":1}"), 400,
            "prompt_logprobs", "vLLM's list in a stream");
+    buf_fini(&b);
+    server_stop(s);
+}
+
+/* All of a stream, of which b gets the events. */
+static void read_stream(struct server *s, const char *path, const char *body, struct buf *b)
+{
+    int fd = ask_stream_at(s, path, body);
+    struct answer a = client_read(fd, 0);
+    CHECK(a.status == 200 && answer_has(&a, "Content-Type", "text/event-stream"), "a stream");
+    answer_free(&a);
+    b->len = 0;
+    CHECK(read_chunks(fd, b, NULL) >= 0, "it ends: %s", buf_cstr(b));
+    close(fd);
+}
+
+static void has_event(struct buf *b, int n, const char *text, const char *what)
+{
+    CHECK(strstr(event_of(b, n), text), "%s: has %s in %s", what, text, event_of(b, n));
+}
+
+/* How far prompts are, in llama.cpp's words, before the first token. */
+static void test_progress(void)
+{
+    struct server *s = server_start(NULL);
+    struct buf b;
+    buf_init(&b);
+    read_stream(
+        s, "/v1/completions",
+        "{\"prompt\":[5,6,7],\"max_tokens\":1,\"stream\":true,\"return_progress\":true}", &b);
+    has_event(&b, 0,
+              "\"choices\": [{\"index\": 0, \"text\": \"\", \"logprobs\": null, "
+              "\"finish_reason\": null}], \"prompt_progress\": {\"total\": 3, \"cache\": 0, "
+              "\"processed\": 2, \"time_ms\": ",
+              "half of it");
+    has_event(&b, 1, "\"processed\": 3", "all of it");
+    has_event(&b, 2, "\"finish_reason\": \"length\"", "then the token");
+    has_event(&b, 3, "[DONE]", "and the end");
+    read_stream(s, "/v1/chat/completions",
+                "{\"messages\":[{\"role\":\"user\",\"content\":\"And\"}],\"max_tokens\":1,"
+                "\"stream\":true,\"return_progress\":true}",
+                &b);
+    has_event(&b, 1, "\"delta\": {}", "a chat");
+    has_event(&b, 1, "\"prompt_progress\": {\"total\": ", "and its progress");
+    /* A prompt alone. */
+    read_stream(s, "/v1/completions",
+                "{\"prompt\":[[5],[6,7]],\"max_tokens\":0,\"stream\":true,\"echo\":true,"
+                "\"return_progress\":true}",
+                &b);
+    CHECK(strstr(b.data, "\"index\": 1, \"text\": \"\", ") &&
+              strstr(b.data, "\"total\": 2, \"cache\": 0, \"processed\": 2"),
+          "each prompt has its own: %s", b.data);
+    buf_fini(&b);
+    server_stop(s);
+}
+
+/* As SGLang: each event has all that came so far. */
+static void test_generate(void)
+{
+    struct server *s = server_start(NULL);
+    struct buf b;
+    buf_init(&b);
+    read_stream(
+        s, "/generate",
+        "{\"input_ids\":[5,6],\"sampling_params\":{\"max_new_tokens\":3},\"stream\":true,"
+        "\"return_logprob\":true,\"logprob_start_len\":0}",
+        &b);
+    has_event(&b, 0, "data: {\"text\": \" ha\", \"output_ids\": [300], \"meta_info\": {",
+              "the first");
+    has_event(&b, 0, "\"finish_reason\": null, \"prompt_tokens\": 2, \"completion_tokens\": 1",
+              "open");
+    has_event(&b, 0, "\"input_token_logprobs\": [[null, 5, null], [-0.5, 6, null]]",
+              "with the prompt's numbers");
+    has_event(&b, 1, "\"output_ids\": [300, 301]", "both");
+    CHECK(!strstr(event_of(&b, 1), "input_token_logprobs"), "without the prompt's numbers");
+    has_event(&b, 1, "\"output_token_logprobs\": [[-0.125, 300, null], [-0.25, 301, null]]",
+              "their numbers");
+    has_event(&b, 2, "\"finish_reason\": {\"type\": \"length\", \"length\": 3}", "the last");
+    has_event(&b, 2, "\"input_token_logprobs\": [[null, 5, null]", "with all");
+    has_event(&b, 3, "data: [DONE]", "done");
+    read_stream(s, "/generate",
+                "{\"text\":[\"And\",\"God\"],\"sampling_params\":{\"max_new_tokens\":1},"
+                "\"stream\":true}",
+                &b);
+    CHECK(strstr(b.data, "}, \"index\": 0}\n\n") && strstr(b.data, "}, \"index\": 1}\n\n"),
+          "a list: %s", b.data);
     buf_fini(&b);
     server_stop(s);
 }
@@ -313,6 +404,8 @@ int main(void)
     signal(SIGPIPE, SIG_IGN);
     log_init(LOG_LEVEL_ERROR, NULL);
     test_stream();
+    test_progress();
+    test_generate();
     test_stream_fails();
     test_stream_hangup();
     test_stream_hangup_behind();
