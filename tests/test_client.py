@@ -4,6 +4,7 @@
 import http.server
 import json
 import os
+import pty
 import signal
 import socket
 import socketserver
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 
 from e2e import SRCDIR, check, done
 
@@ -32,12 +34,32 @@ ANSWER = {
 
 class Handler(http.server.BaseHTTPRequestHandler):
     status, answer, headers_out, seen, auth = 200, ANSWER, {}, None, None
-    reads_body = True
+    reads_body, delay_s, words, steps = True, 0, {}, None
+
+    def do_GET(self):
+        """/v1/steps of a request that is half computed."""
+        self.send_response(200 if Handler.steps else 404)
+        self.end_headers()
+        if Handler.steps:
+            piece = {"id": Handler.seen["request_id"][:39], "start": 64, "tokens": 64}
+            others = {"id": "another", "start": 0, "tokens": 9000}
+            self.wfile.write(b": hello\n\ndata: %b\n\n" %
+                             json.dumps({"pieces": [piece, others]}).encode())
+            self.wfile.flush()
+            time.sleep(Handler.delay_s)
 
     def do_POST(self):
         if Handler.reads_body:
             length = int(self.headers["Content-Length"])
-            Handler.seen = json.loads(self.rfile.read(length))
+            body = json.loads(self.rfile.read(length))
+            if self.path == "/detokenize":
+                self.send_response(200 if Handler.words else 404)
+                self.end_headers()
+                text = "".join(Handler.words.get(i, "") for i in body["tokens"])
+                self.wfile.write(json.dumps({"prompt": text}).encode())
+                return
+            Handler.seen = body
+            time.sleep(Handler.delay_s)
         Handler.auth, Handler.path_seen = self.headers["Authorization"], self.path
         body = Handler.answer
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -67,6 +89,7 @@ class UnixServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 def run_settings(settings):
     Handler.status, Handler.answer, Handler.headers_out = 200, ANSWER, {}
     Handler.seen, Handler.reads_body = None, True
+    Handler.delay_s, Handler.words, Handler.steps = 0, {}, None
     for name, value in settings.items():
         setattr(Handler, name, value)
 
@@ -119,6 +142,73 @@ def check_answers(url):
     check(b"no number" in r.stdout, "a null logprob is no number", r)
     r = run(url, "--text", "x", headers_out={"X-Prefilld-Ignored": "foo"})
     check(b"ignored foo" in r.stderr and r.returncode == 0, "an ignored field is named", r)
+
+
+def run_tty(url, *args, environment=(), **settings):
+    """What a terminal gets to see, both streams."""
+    run_settings(settings)
+    ours, theirs = pty.openpty()
+    client = subprocess.Popen([sys.executable, CLIENT, "--url", url, *args], stdout=theirs,
+                              stderr=theirs, stdin=subprocess.DEVNULL,
+                              env={"TERM": "xterm", "LC_ALL": "C.UTF-8", **dict(environment)})
+    os.close(theirs)
+    seen = b""
+    try:
+        while data := os.read(ours, 1 << 16):
+            seen += data
+    except OSError:  # the other end is closed
+        pass
+    os.close(ours)
+    return client.wait(30), seen.decode().replace("\r\n", "\n")
+
+
+def check_all(url):
+    answer = dict(ANSWER, prompt_token_ids=[5, 6, 7, 8, 9, 5],
+                  prompt_logprobs=[None, -1.0, -2.0, -4.0, -4.5, -10.0],
+                  prompt_top=[None, [{"id": 6, "logprob": -1.0}], [{"id": 4, "logprob": -0.25}],
+                              [], [], []])
+    # Two tokens that are a character together only.
+    words = {4: " four", 5: "a\n\x1b", 6: " b", 7: " c", 8: "\ufffd", 9: "\ufffd"}
+    r = run(url, "--text", "x", "--all", answer=answer, words=words)
+    rows = r.stdout.decode().split("most probable\n")[1].split("\nperplexity")[0].split("\n")
+    check(Handler.seen["return_token_ids"] is True and len(rows) == 6, "--all: a row each", r)
+    check(rows[0].split() == ["0", "5", '"a\\n\\u001b"'] and
+          rows[1].split() == ["1", "6", "36.8%", "1.4", "#", '"', 'b"'], "the first has none", rows)
+    check(rows[2].split() == ["2", "7", "13.5%", "2.9", "###", '"', 'c"', "not", '"', 'four"',
+                              "77.9%"], "what was expected instead", rows[2])
+    r = run(url, "--text", "x", "--all", answer=answer)
+    check(r.returncode == 0 and b"(no text)" in r.stdout, "without /detokenize: ids alone", r)
+    r = run(url, "--text", "x", "--all", answer=ANSWER)
+    check(r.returncode == 3 and b"not as prefilld" in r.stderr, "an answer without ids", r)
+    r = run(url, "--text", "x", "--all", "--logprobs", "next")
+    check(r.returncode == 2 and b"--all" in r.stderr, "--all needs the logprobs", r)
+
+    def on(n, text):
+        return f"\033[38;5;16;48;5;{n}m{text}\033[0m"
+    status, seen = run_tty(url, "--text", "x", "--all", answer=answer, words=words)
+    check(status == 0 and seen.split("\n", 1)[1].startswith(
+        "a\n\\u001b b" + on(229, " c") + on(209, "\ufffd\ufffd") + on(203, "a\\n") + "\n" +
+        on(203, "\\u001b") + "\n\nsurprise"), "on a terminal: the text, coloured", repr(seen))
+    status, seen = run_tty(url, "--text", "x", "--all", answer=answer, words=words,
+                           environment={"NO_COLOR": "1"})
+    check(status == 0 and "\033[38" not in seen and " 13.5%" in seen, "NO_COLOR: no colour",
+          repr(seen))
+
+
+def check_progress(url):
+    status, seen = run_tty(url, "--text", "x", delay_s=2, steps=True)
+    check(status == 0 and "\r\033[K128 tokens computed, " in seen and "\r\033[Kdemo: 4 tokens" in seen,
+          "a long wait has a line, which tells how far it is, and goes in the end", repr(seen))
+    status, seen = run_tty(url, "--ids", "1,2", "--request-id", "x" * 128, delay_s=2, steps=True)
+    check("128 of 2 tokens computed" in seen and Handler.seen["request_id"] == "x" * 128,
+          "also by an id of one's own", repr(seen))
+    status, seen = run_tty(url, "--text", "x", delay_s=2, status=503, answer=error("why", 503))
+    check(status == 4 and "\r\033[Kwaiting, 1 s" in seen and
+          "\r\033[Kprefill: the server could not" in seen, "without steps: the time", repr(seen))
+    status, seen = run_tty(url, "--text", "x")
+    check("\r" not in seen, "a short one has none", repr(seen))
+    r = run(url, "--text", "x", delay_s=2)
+    check(r.stderr == b"" and "request_id" not in Handler.seen, "nor what is no terminal", r)
 
 
 def check_prompts(url):
@@ -273,6 +363,8 @@ def main():
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
     check_answers(url)
+    check_all(url)
+    check_progress(url)
     check_prompts(url)
     check_errors(url)
     check_answers_of_others(url)
