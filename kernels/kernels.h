@@ -227,12 +227,12 @@ struct k_moe_list {
     int32_t n_rows, top_k, E;
     const int32_t *n_live; /* device: the rows that count, at most n_rows; NULL: all */
     int32_t max_tiles;     /* the most there can be; sizes the grids */
-    int32_t *first;    /* [E + 1] first place of each expert */
-    int32_t *rows;     /* [n_rows * top_k] row of each place */
-    int32_t *place;    /* [n_rows, top_k] place of each choice */
-    int32_t *tiles;    /* [max_tiles, 2] expert, first place */
-    int32_t *n_tiles;  /* [1] */
-    int32_t *counts;   /* private */
+    int32_t *first;        /* [E + 1] first place of each expert */
+    int32_t *rows;         /* [n_rows * top_k] row of each place */
+    int32_t *place;        /* [n_rows, top_k] place of each choice */
+    int32_t *tiles;        /* [max_tiles, 2] expert, first place */
+    int32_t *n_tiles;      /* [1] */
+    int32_t *counts;       /* private */
 };
 
 /* Workspace of a list, and the list laid out in such a workspace (nothing is launched; n_live is

@@ -62,6 +62,7 @@ struct api {
     int32_t max_prompt_tokens; /* what is accepted */
     int32_t max_adjust;        /* of one request, among those a step may have; 0: any number */
     int32_t page_tokens;
+    bool prefix_cache; /* calls may share what their prompts begin with */
     int64_t started_unix_s;
 
     /* Owned; api_read_keys puts another set in front. Those behind stay until api_close, since an

@@ -68,6 +68,21 @@ int api_read_request_id(struct exchange *x, const json_t *root, struct json_erro
     return 0;
 }
 
+static int read_salt(const json_t *root, struct api_common *c, struct json_error *e)
+{
+    const char *salt = NULL;
+    size_t len = 0;
+    int rc = json_get_string(root, "cache_salt", &salt, &len, e);
+    if (rc != 0 || !salt)
+        return rc;
+    if (len < 1 || len > API_MAX_SALT)
+        return json_fail(e, ERR_INVALID, "cache_salt",
+                         "cache_salt has %zu bytes; 1 to %d are accepted", len, API_MAX_SALT);
+    memcpy(c->salt, salt, len);
+    c->salt_len = len;
+    return 0;
+}
+
 int api_read_common(const struct api *a, struct exchange *x, const json_t *root,
                     struct api_common *c, struct json_error *e)
 {
@@ -79,7 +94,7 @@ int api_read_common(const struct api *a, struct exchange *x, const json_t *root,
         rc = json_get_int(root, "priority", -MAX_PRIORITY, MAX_PRIORITY, &c->priority, e);
     if (rc == 0)
         rc = json_get_int(root, "deadline_ms", 1, MAX_DEADLINE_MS, &c->deadline_ms, e);
-    return rc;
+    return rc ? rc : read_salt(root, c, e);
 }
 
 void api_join_fields(const char *out[API_MAX_FIELDS], const char *const *a,

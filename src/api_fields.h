@@ -21,9 +21,12 @@ int api_refuse_fields(const json_t *root, const char *const *fields, struct json
 /* `request_id`: becomes the exchange's. Before the other fields, so that refusals carry it. */
 int api_read_request_id(struct exchange *x, const json_t *root, struct json_error *e);
 
-/* request_id, model, priority, deadline_ms. */
+/* request_id, model, priority, deadline_ms, cache_salt. */
+enum { API_MAX_SALT = 256 };
 struct api_common {
     int64_t priority, deadline_ms; /* deadline_ms 0: none */
+    char salt[API_MAX_SALT];       /* [salt_len], any bytes */
+    size_t salt_len;               /* 0: none */
 };
 int api_read_common(const struct api *a, struct exchange *x, const json_t *root,
                     struct api_common *c, struct json_error *e);

@@ -228,10 +228,41 @@ static void on_done(struct request *r, void *arg)
     }
 }
 
+/* Who may share what prompts begin with: with a prefix cache all calls of one salt, else those of
+ * this call. A salt is one number a byte; the call's own key begins with one that no byte is. */
+static int share(struct group *g)
+{
+    const struct api_common *c = &g->common;
+    const uint64_t own = (uint64_t)(uintptr_t)g;
+    const bool once = !g->api->prefix_cache;
+    for (int32_t i = 0; i < g->n && (!once || g->n > 1); i++) {
+        struct request *r = g->requests[i];
+        size_t n = once ? 3 : c->salt_len;
+        r->share_key = malloc((n ? n : 1) * sizeof(*r->share_key));
+        if (!r->share_key)
+            return ERR_NOMEM;
+        r->n_share_key = (int32_t)n;
+        r->shares = true;
+        r->shares_once = once;
+        for (size_t k = 0; k < n && !once; k++)
+            r->share_key[k] = (unsigned char)c->salt[k];
+        if (once) {
+            r->share_key[0] = -1;
+            memcpy(r->share_key + 1, &own, sizeof(own));
+        }
+    }
+    return 0;
+}
+
 void group_start(struct group *g)
 {
     struct api *a = g->api;
     struct exchange *x = g->exchange;
+    if (share(g) != 0) {
+        api_refuse(a, x, 500, NULL, "memory is short");
+        g->release(g);
+        return;
+    }
     if (!exchange_set_call(x, g, on_hangup, free_group)) {
         drop(a, x, g);
         return;

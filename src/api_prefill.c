@@ -10,9 +10,10 @@
 enum { DEFAULT_TOP = 5 };
 
 static const char *const fields[] = {
-    "prompt",   "model",       "logprobs",   "top_logprobs",
-    "priority", "deadline_ms", "request_id", "return_token_ids",
-    "session",  "fork",        "keep",       NULL};
+    "prompt",     "model",       "logprobs",   "top_logprobs",
+    "priority",   "deadline_ms", "request_id", "return_token_ids",
+    "cache_salt", "session",     "fork",       "keep",
+    NULL};
 
 struct call {
     struct group group;

@@ -2,8 +2,9 @@
  * the two joined. POST /generative_scoring and /rerank, in vLLM's shapes: how probable a label is
  * behind a query and an item.
  *
- * Each pair is a request of its own, from a cold start: so its numbers are those of the joined
- * prompt, bit for bit. */
+ * Each pair is a request of its own. They share what they begin with (api_group.c): the context is
+ * computed once, up to the last page that lies before its last token, whose row gives the first
+ * number; so the numbers are those of the joined prompt alone, bit for bit. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -138,9 +139,9 @@ static int add_continuations(struct scoring *s, struct api *a, struct exchange *
 static int read_score(struct scoring *s, struct api *a, struct exchange *x,
                       struct json_error *e)
 {
-    static const char *const fields[] = {"model",        "context",  "continuations",
-                                         "top_logprobs", "priority", "deadline_ms",
-                                         "request_id",   NULL};
+    static const char *const fields[] = {"model",        "context",    "continuations",
+                                         "top_logprobs", "priority",   "deadline_ms",
+                                         "cache_salt",   "request_id", NULL};
     const struct json_rules rules = {.fields = fields,
                                      .ids_field = "context",
                                      .vocab = a->vocab,
@@ -271,20 +272,10 @@ void api_score(struct api *a, struct exchange *x)
 
 /* ---- labels ---- */
 
-static const char *const label_fields[] = {"model",
-                                           "query",
-                                           "items",
-                                           "documents",
-                                           "label_token_ids",
-                                           "top_n",
-                                           "priority",
-                                           "deadline_ms",
-                                           "add_special_tokens",
-                                           "apply_softmax",
-                                           "item_first",
-                                           "request_id",
-                                           "return_documents",
-                                           NULL};
+static const char *const label_fields[] = {
+    "model",         "query",      "items",       "documents",        "label_token_ids",
+    "top_n",         "priority",   "deadline_ms", "cache_salt",       "add_special_tokens",
+    "apply_softmax", "item_first", "request_id",  "return_documents", NULL};
 
 /* A document may also be {"text": string}. */
 static const json_t *text_of(const json_t *document)

@@ -41,6 +41,9 @@ struct conf {
     int64_t kv_tokens;
     int32_t state_slots;
     int32_t page_tokens;
+    int32_t prefix_cache; /* 0, 1 */
+    int32_t checkpoint_tokens;
+    int32_t prefix_cache_share; /* thousandths of each pool */
     int32_t cpu_threads;
     int32_t cuda_device;
     int32_t max_decode_share; /* thousandths of max_seqs */

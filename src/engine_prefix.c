@@ -89,6 +89,7 @@ static void drop(struct engine *en, struct prefix_node *v, bool is_bad)
 
 static void drop_for_room(struct engine *en, struct prefix_node *v)
 {
+    atomic_fetch_add(&en->metrics->prefix_evicted, 1);
     prefix_unrank(&en->prefix, v, true);
     give_up(en, v, false);
     prefix_unref(&en->prefix, v);
@@ -311,7 +312,11 @@ enum sched_answer engine_try_admit(void *arg, struct sched_item *item)
     engine_admit(en, r, hit);
     if (!r->path)
         return SCHED_ADMIT;
+    atomic_fetch_add(&en->metrics->prefix_queries, 1);
+    atomic_fetch_add(&en->metrics->prefix_query_tokens, r->n_prompt);
     if (hit) {
+        atomic_fetch_add(&en->metrics->prefix_hits, 1);
+        atomic_fetch_add(&en->metrics->prefix_hit_tokens, hit->depth);
         hit->used_step = en->plan_number;
         rank(en, hit);
     }
@@ -381,6 +386,7 @@ void engine_prefix_launched(struct engine *en, struct step *s, bool is_whole)
             continue;
         }
         v->state = PREFIX_READY;
+        atomic_fetch_add(&en->metrics->prefix_kept, 1);
         unpark(en, v);
     }
     s->n_taken = 0;

@@ -317,7 +317,10 @@ static int server_open_model(struct server *s, struct errmsg *e)
     int64_t max_decodes = (int64_t)s->conf.max_seqs * s->conf.max_decode_share / 1000;
     struct engine_config c = {.policy = s->conf.policy,
                               .max_waiting = s->conf.queue_length,
-                              .max_decodes = max_decodes > 1 ? (int32_t)max_decodes : 1};
+                              .max_decodes = max_decodes > 1 ? (int32_t)max_decodes : 1,
+                              .checkpoint_tokens = s->conf.checkpoint_tokens,
+                              .cache_share = s->conf.prefix_cache_share};
+    s->api.prefix_cache = s->conf.prefix_cache;
     rc = queue_open(s->conf.queue_length, &s->queue);
     if (rc != 0)
         return errmsg_set(e, rc, "no memory for a queue of %d", s->conf.queue_length);

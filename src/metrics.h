@@ -30,6 +30,10 @@ struct metrics {
     atomic_llong prompt_tokens; /* of requests answered */
     atomic_llong new_tokens;    /* generated */
     atomic_llong nan_rows;
+    /* Prompts that looked for a kept prefix, with their tokens, and that began at one; states kept
+     * and evicted. */
+    atomic_llong prefix_queries, prefix_query_tokens, prefix_hits, prefix_hit_tokens;
+    atomic_llong prefix_kept, prefix_evicted;
     atomic_int connections;
     /* Of requests that were answered: until the first piece, until the first token, all; and how
      * long their prompts were. */

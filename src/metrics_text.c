@@ -105,6 +105,10 @@ static void render_aliases(struct metrics *m, const struct metrics_pools *p, str
     alias(out, "vllm:cache_config_info", "gauge", l, info, 1);
     alias(out, "vllm:prompt_tokens_total", "counter", l, "",
           (double)atomic_load(&m->prompt_tokens));
+    alias(out, "vllm:prefix_cache_queries_total", "counter", l, "",
+          (double)atomic_load(&m->prefix_query_tokens));
+    alias(out, "vllm:prefix_cache_hits_total", "counter", l, "",
+          (double)atomic_load(&m->prefix_hit_tokens));
     alias(out, "vllm:generation_tokens_total", "counter", l, "",
           (double)atomic_load(&m->new_tokens));
     alias(out, "vllm:request_success_total", "counter", l, "finished_reason=\"length\"",
@@ -135,6 +139,22 @@ static void render_memory(const struct metrics *m, struct buf *out)
     for (size_t i = 0; i < sizeof(parts) / sizeof(parts[0]); i++)
         buf_printf(out, "prefilld_memory_bytes{use=\"%s\"} %lld\n", parts[i].what,
                    (long long)parts[i].bytes);
+}
+
+static void render_prefixes(struct metrics *m, struct buf *out)
+{
+    single(out, "prefilld_prefix_queries_total", "counter",
+           "Requests begun that could have shared a prefix.", atomic_load(&m->prefix_queries));
+    single(out, "prefilld_prefix_hits_total", "counter", "Those that began at a kept state.",
+           atomic_load(&m->prefix_hits));
+    single(out, "prefilld_prefix_hit_tokens_total", "counter",
+           "Prompt tokens that were not computed because a prefix was kept.",
+           atomic_load(&m->prefix_hit_tokens));
+    single(out, "prefilld_checkpoints_total", "counter", "States kept for others to begin at.",
+           atomic_load(&m->prefix_kept));
+    single(out, "prefilld_checkpoint_evictions_total", "counter",
+           "Kept states that gave way to requests or to others.",
+           atomic_load(&m->prefix_evicted));
 }
 
 void metrics_render(struct metrics *m, int64_t queue_age_us, struct buf *out)
@@ -178,8 +198,7 @@ void metrics_render(struct metrics *m, int64_t queue_age_us, struct buf *out)
     for (int o = 0; o < OUTCOME_COUNT; o++)
         buf_printf(out, "prefilld_requests_total{outcome=\"%s\"} %lld\n", outcome_name(o),
                    (long long)atomic_load(&m->requests[o]));
-    single(out, "prefilld_prefix_hit_tokens_total", "counter",
-           "Prompt tokens that were not computed because a prefix was kept.", 0);
+    render_prefixes(m, out);
     render_memory(m, out);
     render_histograms(m, out);
     if (m->model_name)

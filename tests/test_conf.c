@@ -83,6 +83,7 @@ Test(conf, defaults_are_the_documented_ones)
     cr_assert(c.max_decode_share == 500);
     cr_assert(c.queue_length == 1024 && c.kv_tokens == 0 && c.state_slots == 0);
     cr_assert(c.page_tokens == 64 && c.cpu_threads == 0 && c.workers == 2);
+    cr_assert(c.prefix_cache && c.checkpoint_tokens == 2048 && c.prefix_cache_share == 500);
     cr_assert(c.max_body_bytes == 64ll * 1024 * 1024 && c.max_connections == 4096);
     cr_assert(c.header_timeout_s == 10 && c.body_timeout_s == 60 && c.idle_timeout_s == 60 &&
               c.sse_ping_s == 30);
@@ -109,8 +110,10 @@ Test(conf, every_option_reaches_its_member)
     cr_assert(parse("--model m --max-step-tokens 64 --max-seqs 3 --max-prompt-tokens 4 "
                     "--queue-length 5 --kv-tokens 6 --state-slots 8 --page-tokens 128 "
                     "--cpu-threads 9 --workers 10 --cuda-device 3 --gpu-memory 0.5 "
-                    "--max-decode-share 0.25 --cache-dir /c") == 0);
+                    "--max-decode-share 0.25 --cache-dir /c --prefix-cache no "
+                    "--checkpoint-tokens 512 --prefix-cache-share 0.125") == 0);
     cr_assert_str_eq(c.cache_dir, "/c");
+    cr_assert(!c.prefix_cache && c.checkpoint_tokens == 512 && c.prefix_cache_share == 125);
     cr_assert(c.max_step_tokens == 64 && c.max_seqs == 3 && c.max_prompt_tokens == 4);
     cr_assert(c.queue_length == 5 && c.kv_tokens == 6 && c.state_slots == 8);
     cr_assert(c.page_tokens == 128 && c.cpu_threads == 9 && c.workers == 10);
@@ -382,5 +385,5 @@ Test(conf, help_shows_every_row_within_the_width)
         n_options += strncmp(line, "  --", 4) == 0;
     }
     fclose(f);
-    cr_assert(n_options == 37, "%d options: count anew, and extend the tests above", n_options);
+    cr_assert(n_options == 40, "%d options: count anew, and extend the tests above", n_options);
 }
