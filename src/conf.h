@@ -48,7 +48,7 @@ struct conf {
     int32_t cuda_device;
     int32_t max_decode_share; /* thousandths of max_seqs */
     char *cache_dir;
-    int32_t gpu_memory;       /* thousandths of the device's free memory */
+    int32_t gpu_memory; /* thousandths of the device's free memory */
 
     /* HTTP */
     int32_t workers;
