@@ -34,6 +34,8 @@ void steps_take(struct steps_record *r, const struct step *step)
         to->start = p->start;
         to->n_tokens = p->n_tokens;
         to->is_last = p->is_last;
+        bool ends_prompt = p->is_last && p->start < p->req->n_prompt;
+        to->latency_us = ends_prompt ? request_now_us() - p->req->arrival_us : -1;
     }
 }
 
@@ -69,8 +71,11 @@ static void render(const struct steps_record *r, struct buf *out)
         const struct steps_piece *q = &r->pieces[i];
         buf_adds(out, i ? ", {\"id\": " : "{\"id\": ");
         buf_json_string(out, q->id, strlen(q->id));
-        buf_printf(out, ", \"start\": %d, \"tokens\": %d, \"last\": %s}", q->start, q->n_tokens,
+        buf_printf(out, ", \"start\": %d, \"tokens\": %d, \"last\": %s", q->start, q->n_tokens,
                    q->is_last ? "true" : "false");
+        if (q->latency_us >= 0)
+            buf_printf(out, ", \"latency_ms\": %.3f", (double)q->latency_us / 1e3);
+        buf_addc(out, '}');
     }
     buf_printf(out,
                "], \"running\": %d, \"waiting\": %d, \"queue_age_ms\": %.3f, \"slots\": [%d, "

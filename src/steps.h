@@ -19,6 +19,7 @@ struct steps_piece {
     char id[STEPS_ID]; /* of the request, cut short */
     int32_t start, n_tokens;
     bool is_last;
+    int64_t latency_us; /* since its request's arrival, where the prompt ends; else -1 */
 };
 
 struct steps_record {

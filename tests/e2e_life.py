@@ -309,6 +309,29 @@ def test_limits(tmp):
               "api-key-scope: metrics need a key, health does not")
 
 
+def test_log():
+    """One line of key=value a request, its id first; never a prompt, also where all is told."""
+    with Daemon("--log-level", "debug") as d:
+        asked = [("/v1/prefill", {"prompt": "leviathan " * 9, "request_id": "one"}, 200),
+                 ("/v1/prefill", {"prompt": "leviathan", "request_id": "two", "top_logprobs": 99}, 400),
+                 ("/v1/completions", {"prompt": ["leviathan"] * 3, "max_tokens": 2}, 200),
+                 ("/v1/score", {"context": "leviathan", "continuations": ["leviathan"]}, 200),
+                 ("/v1/prefill", b'{"prompt": "leviathan', 400),
+                 ("/tokenize", {"prompt": "leviathan"}, 200)]
+        for path, body, status in asked:
+            a = d.ask("POST", path, body)
+            check(a.status == status, f"{path}: {status}", a)
+        d.stop()
+        log = d.log_text()
+    form = (r"^\S+ info id=(\S+) status=(\d+) outcome=\w+ tokens=(\d+) cached=\d+ pieces=(\d+) "
+            r"queue_ms=[\d.]+ prefill_ms=[\d.]+( requests=3 new=6)?$")
+    lines = re.findall(form, log, re.M)
+    check([line[1] for line in lines] == ["200", "400", "200", "200", "400"] and
+          lines[0][0] == "one" and int(lines[0][2]) > 9 and lines[0][3] == "1" and
+          lines[1][0] == "two" and lines[2][4], "a line a request", (lines, log))
+    check("leviathan" not in log, "prompts are not logged", log)
+
+
 def test_priorities():
     """With one slot, the order in which what waits is served."""
     with Daemon(*SLOW, "--state-slots", 1, "--max-seqs", 1) as d:
@@ -352,8 +375,10 @@ def test_steps():
         early = d.conn()
         early.send(request("GET", "/v1/steps"))
         raw, seen = events_of(early, 1)
-        check(b"text/event-stream" in raw and len(seen) == 1 and seen[0]["step"] == 1
-              and seen[0]["pieces"] == [{"id": "before", "start": 0, "tokens": 3, "last": True}],
+        piece = seen[0]["pieces"][0]
+        latency_ms = piece.pop("latency_ms")
+        check(b"text/event-stream" in raw and len(seen) == 1 and seen[0]["step"] == 1 and
+              piece == {"id": "before", "start": 0, "tokens": 3, "last": True} and latency_ms > 0,
               "a reader gets the latest steps at once", raw)
         check(seen[0]["slots"][0] + seen[0]["slots"][1] == 16 and seen[0]["ms"] > 0,
               "with times and pools", seen)
@@ -366,7 +391,8 @@ def test_steps():
         d.prefill(prompt=[5] * 100, request_id="after")
         seen = events_of(early, 2)[1]
         check([(e["step"], [(p["start"], p["tokens"], p["last"]) for p in e["pieces"]])
-               for e in seen] == [(2, [(0, 64, False)]), (3, [(64, 36, True)])],
+               for e in seen] == [(2, [(0, 64, False)]), (3, [(64, 36, True)])] and
+              ["latency_ms" in e["pieces"][0] for e in seen] == [False, True],
               "and each step as it ends", seen)
         check(until(lambda: d.metrics()["prefilld_connections"] == 12), "who left is let go")
         check(d.ask("GET", "/").headers["content-type"].startswith("text/html"), "the live page")
@@ -386,6 +412,7 @@ def main():
         test_drain()
         test_framing()
         test_limits(tmp)
+        test_log()
         test_priorities()
         test_steps()
     done()

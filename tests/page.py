@@ -96,14 +96,16 @@ def test_page(d, b):
     d.prefill(prompt=[1] * 130, request_id="first")
     check(until(lambda: b.value("document.querySelectorAll('.step').length") == 3),
           "130 tokens in steps of 64 are three bars", b.value("document.body.innerText"))
-    check(b.value("document.querySelector('.bar i').title") == "first: tokens 128 to 129, the end",
-          "the newest is on top, and tells its numbers")
+    title = b.value("document.querySelector('.bar i').title")
+    check(re.fullmatch(r"first: tokens 128 to 129, the end, [\d.,]+ (\u00b5s|ms|s) after it came", title),
+          "the newest is on top, and tells its numbers", title)
     check(b.value("document.querySelectorAll('#map i').length") == 1, "its chunk map has one chunk")
     b.value("document.querySelectorAll('.step')[2].click()")
     check(b.value("document.querySelector('#mapof').textContent").startswith("of step #1: 1 in 1"),
           "a click shows another step's", b.value("document.querySelector('#mapof').textContent"))
-    check("waiting longest" in b.value("document.querySelector('#numbers').textContent"),
-          "and how long who waits has waited")
+    numbers = b.value("document.querySelector('#numbers').textContent")
+    check("waiting longest" in numbers and "latency, half below" in numbers,
+          "and how long requests wait and take", numbers)
     check("16 free" in b.value("document.querySelector('#slotsof').textContent"),
           "the pools are told")
     b.value("document.querySelector('#pause').click()")
