@@ -51,12 +51,31 @@ static int hook_begin(struct backend *b, const struct batch_host *h, struct batc
     return real_ops->step_begin(b, h, out);
 }
 
+/* Results are in host memory when the step is done. */
+static struct {
+    struct row_result *results[2];
+    bool is_bad[2];
+    int n;
+} ended;
+
 static int hook_end(struct backend *b, const struct batch *batch, const struct row_result *src,
                     struct row_result *dst)
 {
-    int rc = real_ops->step_end(b, batch, src, dst);
-    if (rc == 0 && bad_in >= 0 && batch->n_rows > 0 && bad_in-- == 0)
-        dst[0].n_bad = 1;
+    ended.results[ended.n] = dst;
+    ended.is_bad[ended.n++] = bad_in >= 0 && batch->n_rows > 0 && bad_in-- == 0;
+    return real_ops->step_end(b, batch, src, dst);
+}
+
+static int hook_done(struct backend *b, bool wait)
+{
+    int rc = real_ops->step_done(b, wait);
+    if (rc != 1)
+        return rc;
+    if (ended.is_bad[0])
+        ended.results[0][0].n_bad = 1;
+    ended.results[0] = ended.results[1];
+    ended.is_bad[0] = ended.is_bad[1];
+    ended.n--;
     return rc;
 }
 
@@ -261,6 +280,7 @@ static void run_world(const char *dir, struct rng *rng, struct count *count)
     hooked = *real_ops;
     hooked.step_begin = hook_begin;
     hooked.step_end = hook_end;
+    hooked.step_done = hook_done;
     f.backend.ops = &hooked;
     for (int i = 0; i < N_ROUNDS; i++)
         run_round(&f, rng, count, rng_int(rng, 8) == 0, once);
@@ -268,17 +288,19 @@ static void run_world(const char *dir, struct rng *rng, struct count *count)
     fixture_close(&f);
 }
 
-int main(void)
+/* test_share [seed] [worlds] */
+int main(int argc, char **argv)
 {
     char dir[64];
-    struct rng rng = {20261130};
+    struct rng rng = {argc > 1 ? strtoull(argv[1], NULL, 10) : 20261130};
+    int n_worlds = argc > 2 ? atoi(argv[2]) : N_WORLDS;
     struct count count = {0};
     make_model(dir);
     bad_in = -1;
     log_set_level(-1); /* faults are part of it */
     printf("# seed %llu\n", (unsigned long long)rng.s);
     make_references(dir, &rng);
-    for (int i = 0; i < N_WORLDS; i++)
+    for (int i = 0; i < n_worlds; i++)
         run_world(dir, &rng, &count);
     remove_model(dir);
     printf("# %lld requests: %lld answered, %lld of them from a state (%lld tokens), "

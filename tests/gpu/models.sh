@@ -5,7 +5,7 @@
 cd "$(dirname "$0")" || exit 1
 logs=${1:-.}
 [ $# -gt 0 ] && shift
-wanted=${*:-backend models bits engine daemon storm contract lost memcheck load bench}
+wanted=${*:-backend models bits engine share daemon storm contract lost memcheck load bench}
 SRCDIR=$PWD/src
 BUILDDIR=$PWD
 LD_LIBRARY_PATH=$PWD/lib:/usr/local/cuda/lib64
@@ -47,6 +47,7 @@ for what in $wanted; do
         grep '^#' "$logs/bits.log" | tail -3
         ;;
     engine) step engine 60 env TEST_BACKEND=cuda ./test_engine ;;
+    share) step share 120 env TEST_BACKEND=cuda ./test_share 20261130 10 ;;
     memcheck)
         if command -v compute-sanitizer >/dev/null 2>&1; then
             step memcheck-backend 200 compute-sanitizer --tool memcheck --error-exitcode 9 \
