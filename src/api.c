@@ -8,14 +8,12 @@
 #include "api_error.h"
 #include "api_group.h"
 #include "api_priv.h"
-#include "file.h"
 #include "log.h"
 
 enum {
     LOADING_RETRY_S = 2,
     DRAINING_RETRY_S = 1,
     MAX_IGNORED = 16,
-    MAX_KEY_FILE_BYTES = 1 << 20,
     BULK_BYTES = 2 << 20 /* more than the ids of any prompt take, or 0.1 s of tokenizing */
 };
 
@@ -76,122 +74,18 @@ static bool is_counted(const struct exchange *x)
     return r && r->counts && strcmp(exchange_method(x), "POST") == 0;
 }
 
-/* ---- keys ---- */
-
-/* One key a line; blanks around it are not part of it. Returns 0, ERR_INVALID or ERR_NOMEM. */
-static int add_key(struct api_keys *to, const char *line, size_t len)
-{
-    while (len > 0 && strchr(" \t\r", line[len - 1]))
-        len--;
-    while (len > 0 && (*line == ' ' || *line == '\t')) {
-        line++;
-        len--;
-    }
-    if (len == 0)
-        return 0;
-    for (size_t i = 0; i < len; i++)
-        if (line[i] < 0x20 || line[i] > 0x7e)
-            return ERR_INVALID;
-    struct api_key *list = realloc(to->list, ((size_t)to->n + 1) * sizeof(*list));
-    if (!list)
-        return ERR_NOMEM;
-    to->list = list;
-    struct api_key *k = &to->list[to->n];
-    k->text = strndup(line, len);
-    k->len = len;
-    if (!k->text)
-        return ERR_NOMEM;
-    to->n++;
-    return 0;
-}
-
-static void free_keys(struct api_keys *k)
-{
-    for (int32_t i = 0; i < k->n; i++)
-        free(k->list[i].text);
-    free(k->list);
-    free(k);
-}
-
-/* Adds the keys of the file. */
-static int read_keys(struct api_keys *to, const char *api_key_file, struct errmsg *e)
-{
-    struct buf text;
-    struct errmsg why;
-    buf_init(&text);
-    int rc = file_read(api_key_file, MAX_KEY_FILE_BYTES, &text, &why);
-    if (rc != 0)
-        errmsg_set(e, rc, "api-key-file %s", why.text);
-    int n = 0;
-    for (size_t from = 0; rc == 0 && from < text.len;) {
-        const char *line = text.data + from;
-        const char *end = memchr(line, '\n', text.len - from);
-        size_t len = end ? (size_t)(end - line) : text.len - from;
-        from += len + 1;
-        n++;
-        rc = add_key(to, line, len);
-        if (rc == ERR_INVALID)
-            errmsg_set(e, rc,
-                       "api-key-file %s:%d: found bytes that are not visible ASCII, "
-                       "accepted: one key of visible ASCII a line",
-                       api_key_file, n);
-        else if (rc != 0)
-            errmsg_set(e, rc, "api-key-file %s: no memory", api_key_file);
-    }
-    buf_fini(&text);
-    if (rc == 0 && to->n == 0)
-        rc = errmsg_set(e, ERR_INVALID, "api-key-file %s: no key in it; one key a line",
-                        api_key_file);
-    return rc;
-}
-
 int api_read_keys(struct api *a, const char *api_key_file, struct errmsg *e)
 {
-    struct api_keys *k = calloc(1, sizeof(*k));
-    if (!k)
-        return errmsg_set(e, ERR_NOMEM, "no memory for keys");
-    int rc = api_key_file ? read_keys(k, api_key_file, e) : 0;
-    if (rc != 0) {
-        free_keys(k);
-        return rc;
-    }
-    k->older = atomic_load(&a->keys);
-    atomic_store(&a->keys, k);
-    return 0;
+    struct api_keys *newest;
+    int rc = api_keys_read(api_key_file, atomic_load(&a->keys), &newest, e);
+    if (rc == 0)
+        atomic_store(&a->keys, newest);
+    return rc;
 }
 
 void api_close(struct api *a)
 {
-    struct api_keys *older;
-    for (struct api_keys *k = atomic_load(&a->keys); k; k = older) {
-        older = k->older;
-        free_keys(k);
-    }
-    atomic_store(&a->keys, NULL);
-}
-
-/* Takes a time that depends on what was presented and on the number of keys, not on how much of a
- * key was right. */
-static bool is_allowed(const struct api *a, const char *authorization)
-{
-    static const char scheme[] = "Bearer ";
-    const struct api_keys *keys = atomic_load(&a->keys);
-    if (keys->n == 0)
-        return true;
-    if (!authorization || strncasecmp(authorization, scheme, sizeof(scheme) - 1) != 0)
-        return false;
-    const char *given = authorization + sizeof(scheme) - 1;
-    given += strspn(given, " ");
-    size_t len = strlen(given);
-    unsigned n_right = 0;
-    for (int32_t i = 0; i < keys->n; i++) {
-        const struct api_key *k = &keys->list[i];
-        size_t differs = len ^ k->len;
-        for (size_t j = 0; j < len; j++)
-            differs |= (size_t)(given[j] ^ k->text[j < k->len ? j : 0]) & 0xff;
-        n_right += differs == 0;
-    }
-    return n_right > 0;
+    api_keys_free(atomic_exchange(&a->keys, NULL));
 }
 
 /* ---- answers ---- */
@@ -223,7 +117,7 @@ static int32_t retry_after_s(const struct api *a)
 static void add_error_headers(struct api *a, struct exchange *x, int status)
 {
     char seconds[16];
-    if (status == 503) {
+    if (status == 503 || status == 429) {
         snprintf(seconds, sizeof(seconds), "%d", retry_after_s(a));
         exchange_add_header(x, "Retry-After", seconds);
     } else if (status == 401) {
@@ -346,7 +240,7 @@ static int refusal(const struct api *a, const struct exchange *x, const struct r
         *message = "this call takes another method; see Allow";
         return 405;
     }
-    if (needs_key(a, r) && !is_allowed(a, exchange_authorization(x))) {
+    if (needs_key(a, r) && !api_keys_allow(atomic_load(&a->keys), exchange_authorization(x))) {
         *message = "a key is needed: Authorization: Bearer KEY";
         return 401;
     }

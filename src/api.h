@@ -9,6 +9,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
+#include "api_keys.h"
 #include "api_steps.h"
 #include "http.h"
 #include "metrics.h"
@@ -24,17 +25,6 @@ enum api_key_scope {
     API_KEY_CALLS,          /* /v1/ and all that compute */
     API_KEY_ALL_BUT_HEALTH, /* all but /health and /ready */
     API_KEY_ALL
-};
-
-struct api_key {
-    char *text;
-    size_t len;
-};
-
-struct api_keys {
-    struct api_key *list; /* [n] */
-    int32_t n;            /* 0: calls need no key */
-    struct api_keys *older;
 };
 
 /* Everything handlers need; made by main before the socket opens. Members after `phase` are
@@ -65,9 +55,8 @@ struct api {
     bool prefix_cache; /* calls may share what their prompts begin with */
     int64_t started_unix_s;
 
-    /* Owned; api_read_keys puts another set in front. Those behind stay until api_close, since an
-     * I/O thread may be looking at one. */
-    struct api_keys *_Atomic keys;
+    struct api_keys *_Atomic keys; /* owned; api_read_keys puts another set in front */
+    struct key_limits key_limits;  /* of each key */
     bool hands_over; /* a successor gets the sockets: what comes while draining is answered */
 };
 

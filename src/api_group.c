@@ -93,6 +93,8 @@ int group_init(struct group *g, struct api *a, struct exchange *x, const struct 
 
 void group_fini(struct group *g)
 {
+    if (g->use)
+        key_use_leave(g->use, g->n, g->n_used_tokens);
     for (int32_t i = 0; i < g->n; i++)
         request_unref(g->requests[i]);
     free(g->members);
@@ -254,6 +256,40 @@ static int share(struct group *g)
     return 0;
 }
 
+/* Counts g among what its key has in flight, and says whether it may be: with 429, to come back, or
+ * with 400 when the limit would never let it in. Answers then. */
+static bool enter_key(struct group *g)
+{
+    struct api *a = g->api;
+    const struct key_limits *l = &a->key_limits;
+    struct key_use *u =
+        l->max_requests > 0 || l->max_tokens > 0
+            ? api_keys_use(atomic_load(&a->keys), exchange_authorization(g->exchange))
+            : NULL;
+    int64_t n_tokens = 0;
+    for (int32_t i = 0; i < g->n; i++)
+        n_tokens += g->requests[i]->n_prompt;
+    if (!u || key_use_enter(u, l, g->n, n_tokens)) {
+        g->use = u;
+        g->n_used_tokens = n_tokens;
+        return true;
+    }
+    bool never = (l->max_requests > 0 && g->n > l->max_requests) ||
+                 (l->max_tokens > 0 && n_tokens > l->max_tokens);
+    char text[200], limits[80] = "";
+    if (l->max_requests > 0)
+        snprintf(limits, sizeof(limits), " %lld requests%s", (long long)l->max_requests,
+                 l->max_tokens > 0 ? " and" : "");
+    if (l->max_tokens > 0)
+        snprintf(limits + strlen(limits), sizeof(limits) - strlen(limits),
+                 " %lld prompt tokens", (long long)l->max_tokens);
+    snprintf(text, sizeof(text), "%s: one key may have%s in flight; this call has %d with %lld",
+             never ? "too much for one key" : "too much of this key is in flight", limits, g->n,
+             (long long)n_tokens);
+    api_refuse(a, g->exchange, never ? 400 : 429, NULL, text);
+    return false;
+}
+
 void group_start(struct group *g)
 {
     struct api *a = g->api;
@@ -267,6 +303,8 @@ void group_start(struct group *g)
         drop(a, x, g);
         return;
     }
+    if (!enter_key(g))
+        return;
     /* From a successful push on x is the engine's: it may be answered and gone by now. */
     if (g->is_stream)
         exchange_stream_open(x);

@@ -32,6 +32,9 @@ struct group {
     struct group_member *members; /* [cap], n in use */
     struct request **requests;    /* the same requests, as the queue takes them */
     int32_t n, cap;
+    struct key_use *
+        use; /* what its key has in flight, of which n_used_tokens are its; NULL: not counted */
+    int64_t n_used_tokens;
     bool is_stream; /* set before the start: the answer goes out as it grows */
     bool
         tells_progress; /* set before the first group_add, with update: it is called after pieces of

@@ -12,7 +12,7 @@
 
 /* Takes the bytes of body. */
 void api_reply(struct exchange *x, int status, struct buf *body);
-/* param and message as in api_error_write. 503 gets Retry-After, 401 WWW-Authenticate. */
+/* param and message as in api_error_write. 503 and 429 get Retry-After, 401 WWW-Authenticate. */
 void api_error(struct api *a, struct exchange *x, int status, const char *param,
                const char *message);
 /* The status for an error of reading a body: 400, 404 or 500. */

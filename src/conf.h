@@ -31,6 +31,7 @@ struct conf {
     int32_t log_level; /* enum log_level */
     char *api_key_file;
     int32_t api_key_scope; /* enum api_key_scope */
+    int64_t max_key_requests, max_key_tokens;
 
     /* steps and pools */
     int32_t policy; /* enum sched_policy */

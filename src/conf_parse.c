@@ -260,6 +260,10 @@ int conf_parse(int argc, char **argv, struct conf *c, struct errmsg *e)
         rc = errmsg_set(e, ERR_INVALID,
                         "no model: give --model DIR, a directory with config.json, "
                         "*.safetensors and tokenizer.json");
+    if (rc == 0 && !c->api_key_file && (c->max_key_requests > 0 || c->max_key_tokens > 0))
+        rc = errmsg_set(e, ERR_INVALID,
+                        "%s: limits of keys need api-key-file, which is not given",
+                        c->max_key_requests > 0 ? "max-key-requests" : "max-key-tokens");
     if (rc != 0)
         conf_fini(c);
     return rc;

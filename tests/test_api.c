@@ -408,7 +408,8 @@ static void test_keys(void)
     server_stop(s);
     struct api none = {0};
     struct errmsg e;
-    CHECK(api_read_keys(&none, path, &e) == 0 && none.keys->n > 1, "keys are read");
+    CHECK(api_read_keys(&none, path, &e) == 0 && !api_keys_allow(none.keys, NULL),
+          "keys are read");
     const struct api_keys *before = none.keys;
     file = open(path, O_WRONLY | O_TRUNC);
     close(file);
@@ -418,8 +419,85 @@ static void test_keys(void)
     CHECK(api_read_keys(&none, path, &e) == ERR_NOT_FOUND && strstr(e.text, path), "%s",
           e.text);
     CHECK(none.keys == before, "what cannot be read changes nothing");
-    CHECK(api_read_keys(&none, NULL, &e) == 0 && none.keys->n == 0, "no file, no keys");
+    CHECK(api_read_keys(&none, NULL, &e) == 0 && api_keys_allow(none.keys, NULL),
+          "no file, no keys");
     api_close(&none);
+}
+
+/* A call with a key; the connection. */
+static int send_with_key(struct server *s, const char *key, const char *body)
+{
+    char request[512];
+    int fd = client_connect(s->address);
+    snprintf(request, sizeof(request),
+             "POST /v1/completions HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer %s\r\n"
+             "Content-Length: %zu\r\n\r\n%s",
+             key, strlen(body), body);
+    client_sends(fd, request);
+    return fd;
+}
+
+static void expect_with_key(struct server *s, const char *key, const char *body, int status,
+                            const char *text, const char *what)
+{
+    int fd = send_with_key(s, key, body);
+    struct answer a = client_read(fd, 1);
+    CHECK(status != 429 || answer_header(&a, "Retry-After"), "429 says when to come back");
+    expect(a, status, text, what);
+    close(fd);
+}
+
+/* What one key has in flight; another has its own; a reload forgets nothing. */
+static void test_key_limits(void)
+{
+    static const char three[] = "{\"prompt\":[5,6,7],\"max_tokens\":1}";
+    char path[] = "/tmp/prefilld-keys-XXXXXX";
+    struct errmsg e;
+    int file = mkstemp(path);
+    if (write(file, "one\ntwo\n", 8) != 8)
+        CHECK(false, "write");
+    struct server *s = server_start(path);
+    s->api.key_limits = (struct key_limits){3, 8};
+    expect_with_key(s, "one", "{\"prompt\":[[5],[6],[7],[8]]}", 400,
+                    "too much for one key: one key may have 3 requests and 8 prompt tokens in "
+                    "flight; this call has 4 with 4",
+                    "a list that the limit never lets in");
+    expect_with_key(s, "one", "{\"prompt\":[1,2,3,4,5,6,7,8,9]}", 400, "this call has 1 with 9",
+                    "a prompt that it never lets in");
+    atomic_store(&s->is_held, true);
+    int fds[] = {send_with_key(s, "one", three), send_with_key(s, "one", three)};
+    CHECK(becomes(&s->n_taken, 2), "two are under way");
+    expect_with_key(s, "one", three, 429, "\"type\": \"rate_limit_error\"",
+                    "tokens are too many");
+    expect_with_key(s, "one", "{\"prompt\":[[5],[6]]}", 429,
+                    "too much of this key is in flight", "requests are too many");
+    CHECK(api_read_keys(&s->api, path, &e) == 0, "a reload");
+    expect_with_key(s, "one", three, 429, "this call has 1 with 3", "which forgets nothing");
+    int other = send_with_key(s, "two", three);
+    CHECK(becomes(&s->n_taken, 3), "another key has its own");
+    close(fds[0]);
+    CHECK(becomes(&s->n_done, 1), "one hangs up");
+    int next = -1;
+    for (int i = 0; i < 200 && atomic_load(&s->n_taken) == 3; i++) {
+        if (next >= 0)
+            close(next);
+        next = send_with_key(s, "one", three);
+        client_sleep_ms(10);
+    }
+    CHECK(becomes(&s->n_taken, 4), "and another may come");
+    atomic_store(&s->is_held, false);
+    expect(client_read(next, 1), 200, "choices", "which is answered");
+    expect(client_read(fds[1], 1), 200, "choices", "as is the first");
+    expect(client_read(other, 1), 200, "choices", "and the other key's");
+    for (int i = 0; i < 5; i++)
+        expect_with_key(s, "one", three, 200, "choices", "one after another");
+    CHECK(counted(s, OUTCOME_INVALID) >= 5, "refusals count");
+    close(next);
+    close(fds[1]);
+    close(other);
+    server_stop(s);
+    close(file);
+    unlink(path);
 }
 
 /* ---- calls for debugging ---- */
@@ -522,6 +600,7 @@ int main(void)
     test_hangup();
     test_draining();
     test_keys();
+    test_key_limits();
     test_stall();
     test_storm();
     return tap_done();

@@ -123,12 +123,22 @@ Test(conf, every_option_reaches_its_member)
         parse("--model m --max-body-bytes 11 --max-connections 12 --header-timeout-s 13 "
               "--body-timeout-s 14 --idle-timeout-s 15 --sse-ping-s 0 --drain-s 0 --stall-s 17 "
               "--trace-operations yes --debug-calls yes "
-              "--api-key-scope all-but-health --check") == 0);
+              "--api-key-scope all-but-health --api-key-file keys "
+              "--max-key-requests 8 --max-key-tokens 70000 --check") == 0);
     cr_assert(c.max_body_bytes == 11 && c.max_connections == 12 && c.header_timeout_s == 13);
     cr_assert(c.body_timeout_s == 14 && c.idle_timeout_s == 15 && c.sse_ping_s == 0 &&
               c.drain_s == 0);
     cr_assert(c.stall_s == 17 && c.trace_operations == 1 && c.action == CONF_CHECK);
     cr_assert(c.debug_calls == 1 && c.api_key_scope == API_KEY_ALL_BUT_HEALTH);
+    cr_assert(c.max_key_requests == 8 && c.max_key_tokens == 70000);
+}
+
+Test(conf, limits_of_keys_need_keys)
+{
+    cr_assert(parse("--model m --max-key-tokens 5") == ERR_INVALID);
+    cr_assert(strstr(e.text, "max-key-tokens: limits of keys need api-key-file"), "%s", e.text);
+    cr_assert(parse("--model m --max-key-requests 5 --api-key-file k") == 0);
+    conf_fini(&c);
 }
 
 Test(conf, shares_are_decimals)
@@ -385,5 +395,5 @@ Test(conf, help_shows_every_row_within_the_width)
         n_options += strncmp(line, "  --", 4) == 0;
     }
     fclose(f);
-    cr_assert(n_options == 40, "%d options: count anew, and extend the tests above", n_options);
+    cr_assert(n_options == 42, "%d options: count anew, and extend the tests above", n_options);
 }

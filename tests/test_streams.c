@@ -116,7 +116,8 @@ static void read_stream(struct server *s, const char *path, const char *body, st
     CHECK(a.status == 200 && answer_has(&a, "Content-Type", "text/event-stream"), "a stream");
     answer_free(&a);
     b->len = 0;
-    CHECK(read_chunks(fd, b, NULL) >= 0, "it ends: %s", buf_cstr(b));
+    int n = read_chunks(fd, b, NULL);
+    CHECK(n >= 0, "it ends: %s", buf_cstr(b));
     close(fd);
 }
 
