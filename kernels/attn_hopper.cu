@@ -164,18 +164,6 @@ __device__ static inline void rows_wait(const struct row_group *g, struct hopper
     group_sync(1 + g->wg);
 }
 
-/* sigmoid of both halves for the price of three special functions. Below 2^-63 it stays there,
- * so that the product of the denominators is finite. */
-__device__ static inline float2 sigmoid2(uint32_t g)
-{
-    float x = lo2(g) * -1.4426950408889634f, y = hi2(g) * -1.4426950408889634f;
-    x = 1.0f + exp2_fast(x > 63.0f ? 63.0f : x);
-    y = 1.0f + exp2_fast(y > 63.0f ? 63.0f : y);
-    float r;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x * y));
-    return make_float2(r * y, r * x);
-}
-
 /* O / total * sigmoid(gate) in the place of the gates, a panel at a time so that the latency of
  * its reads is paid once. */
 __device__ static inline void gate_outputs(const float O[32][4], float inv0, float inv1,
@@ -196,7 +184,7 @@ __device__ static inline void gate_outputs(const float O[32][4], float inv0, flo
             for (int i = 0; i < 4; i++) {
                 const float *o = &O[panel * 8 + 2 * np + (i >> 1)][2 * (i & 1)];
                 float inv = i & 1 ? inv1 : inv0;
-                float2 sig = sigmoid2(g[np][i]);
+                float2 sig = sigmoid2(lo2(g[np][i]), hi2(g[np][i]));
                 g[np][i] = pack2(o[0] * inv * sig.x, o[1] * inv * sig.y);
             }
             stsm4(at[np], g[np]);
@@ -217,7 +205,7 @@ __device__ static inline void rows_store(const struct k_attn *a, const struct at
             return;
         for (int i = 0; i < PANELS; i++)
             tma_store3(&m->o, tiles + i * TILE_BYTES, i * 64, g->head, g->tok);
-        bulk_read_done();
+        bulk_read_done<0>();
         return;
     }
     __syncwarp(); /* a warp stores the rows that it made */

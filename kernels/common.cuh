@@ -80,6 +80,18 @@ __device__ static inline float sigmoid(float x)
     return r;
 }
 
+/* The sigmoids of both for the price of three special functions. Below 2^-63 one stays there, so
+ * that the product of the denominators is finite. Bits of either depend on the other's. */
+__device__ static inline float2 sigmoid2(float x, float y)
+{
+    x *= -1.4426950408889634f, y *= -1.4426950408889634f;
+    x = 1.0f + exp2_fast(x > 63.0f ? 63.0f : x);
+    y = 1.0f + exp2_fast(y > 63.0f ? 63.0f : y);
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x * y));
+    return make_float2(r * y, r * x);
+}
+
 __device__ static inline float silu(float x)
 {
     return x * sigmoid(x);

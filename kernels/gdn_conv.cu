@@ -7,18 +7,18 @@
  *   beta = sigmoid(b), g = -exp(A_log) * softplus(a + dt_bias), softplus linear above 20.
  * bf16 in and out, all arithmetic f32; q, k, v are rounded once, after the norm.
  *
- * Block: one chunk of 64 tokens x one head of 128 channels; 4 warps of 16 tokens, 4 channels a
- * lane, all 19 rows of a warp loaded before the first use. One more block a chunk does the
- * gates, and N / 4 more at the end write the states of empty sequences. The warp that read a
- * sequence's old state (first 16 tokens of its first chunk) also writes the new one, from p
- * itself: no race between blocks.
- * Limit: bytes, 4 * conv_dim a token; 19/16 of the reads come from L1. Seen: 1.58 x copy time,
- * held back by arithmetic (two special functions and some 30 instructions a value). */
+ * Block: one chunk of 64 tokens x one head of 128 channels; 4 warps of 16 tokens, half a warp 8
+ * of them, 8 channels a lane, all 11 rows loaded before the first use. One more block a chunk does
+ * the gates, and N / 4 more at the end write the states of empty sequences. The half warp that read
+ * a sequence's old state (first 8 tokens of its first chunk) also writes the new one, from p
+ * itself: no race between blocks. Every lane computes all its tokens and stores those that are
+ * there: sums over a head need the whole half warp.
+ * Limit: bytes, 4 * conv_dim a token; 11/8 of the reads come from L1. */
 #include "common.cuh"
 
 // ---- kernels
 
-enum { CONV_THREADS = 128, CONV_TOKENS = 16, CONV_DIM = 128 };
+enum { CONV_THREADS = 128, CONV_TOKENS = 8, CONV_LANES = 16, CONV_DIM = 128 };
 
 struct conv_ctx {
     const bf16 *p;   /* this lane's channels of token 0 of the sequence */
@@ -28,23 +28,23 @@ struct conv_ctx {
     bool fresh;      /* the slot is not read */
 };
 
-/* Four channels of input `t` of the sequence; t in [-3, len). */
-__device__ static uint2 conv_input(const struct conv_ctx *c, int t)
+/* Eight channels of input `t` of the sequence; t in [-3, len). */
+__device__ static inline uint4 conv_input(const struct conv_ctx *c, int t)
 {
     if (t >= 0)
-        return *(const uint2 *)(c->p + t * c->ld);
+        return *(const uint4 *)(c->p + t * c->ld);
     if (c->fresh)
-        return make_uint2(0, 0);
-    return *(const uint2 *)(c->state + (t + 3) * c->row);
+        return make_uint4(0, 0, 0, 0);
+    return *(const uint4 *)(c->state + (t + 3) * c->row);
 }
 
-__device__ static void conv_write_state(const struct conv_ctx *c)
+__device__ static inline void conv_write_state(const struct conv_ctx *c)
 {
-    uint2 in[3];
+    uint4 in[3];
     for (int i = 0; i < 3; i++)
         in[i] = conv_input(c, c->len - 3 + i);
     for (int i = 0; i < 3; i++)
-        *(uint2 *)(c->state + i * c->row) = in[i];
+        *(uint4 *)(c->state + i * c->row) = in[i];
 }
 
 __device__ static void gates(const struct k_gdn_conv *a, int64_t tok, int n)
@@ -86,46 +86,51 @@ __device__ static void empty_state(const struct k_gdn_conv *a, int seq)
         *(uint2 *)(s + i) = make_uint2(0, 0);
 }
 
-__device__ static void conv_token(const struct k_gdn_conv *a, int head, int64_t t,
-                                  const float4 w[4], const uint2 in[4])
+/* silu(conv) of CONV_TOKENS tokens, n of which are there, in a lane's 8 channels; with scale also
+ * normed over the head and times it. Token i of the head goes to out + i * row. */
+__device__ static inline void conv_tokens(const uint4 in[CONV_TOKENS + 3], const float4 w[8],
+                                          int n, float scale, bf16 *out, int64_t row)
 {
-    float y[4];
-    for (int e = 0; e < 4; e++) {
-        const float *we = (const float *)&w[e];
-        float s = 0;
-        for (int i = 0; i < 4; i++) {
-            uint32_t u = e < 2 ? in[i].x : in[i].y;
-            s = fmaf(we[i], e & 1 ? hi2(u) : lo2(u), s);
+    float x[4][8]; /* the taps' inputs; token i's own in [(i + 3) % 4] */
+#pragma unroll
+    for (int i = 0; i < 3; i++)
+        unpack8(in[i], x[i]);
+#pragma unroll
+    for (int i = 0; i < CONV_TOKENS; i++) {
+        float y[8];
+        unpack8(in[i + 3], x[(i + 3) % 4]);
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            float s = w[e].x * x[i % 4][e];
+            s = fmaf(w[e].y, x[(i + 1) % 4][e], s);
+            s = fmaf(w[e].z, x[(i + 2) % 4][e], s);
+            y[e] = silu(fmaf(w[e].w, x[(i + 3) % 4][e], s));
         }
-        y[e] = silu(s);
+        if (scale != 0) {
+            float sum = 0;
+#pragma unroll
+            for (int e = 0; e < 8; e++)
+                sum = fmaf(y[e], y[e], sum);
+#pragma unroll
+            for (int m = CONV_LANES / 2; m > 0; m >>= 1)
+                sum += __shfl_xor_sync(0xffffffffu, sum, m);
+            float f = rsqrtf(sum + 1e-6f) * scale;
+#pragma unroll
+            for (int e = 0; e < 8; e++)
+                y[e] *= f;
+        }
+        if (i < n)
+            *(uint4 *)(out + i * row) = pack8(y);
     }
-    int lane4 = (threadIdx.x & 31) * 4;
-    bf16 *out;
-    if (head < 2 * a->d.H) {
-        float s = 0;
-        for (int e = 0; e < 4; e++)
-            s = fmaf(y[e], y[e], s);
-        float scale = rsqrtf(warp_sum(s) + 1e-6f);
-        if (head < a->d.H)
-            scale *= 0.08838834764831845f;
-        for (int e = 0; e < 4; e++)
-            y[e] *= scale;
-        int h = head < a->d.H ? head : head - a->d.H;
-        out = (bf16 *)(head < a->d.H ? a->q : a->k) + (t * a->d.H + h) * CONV_DIM;
-    } else {
-        out = (bf16 *)a->v + (t * a->d.HV + head - 2 * a->d.H) * CONV_DIM;
-    }
-    *(uint2 *)(out + lane4) = make_uint2(pack2(y[0], y[1]), pack2(y[2], y[3]));
 }
 
 __global__ static void __launch_bounds__(CONV_THREADS) gdn_conv_kernel(struct k_gdn_conv a)
 {
     int n_heads = 2 * a.d.H + a.d.HV;
     int chunk = blockIdx.x / (n_heads + 1), head = blockIdx.x % (n_heads + 1);
-    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     if (chunk >= a.b.n_chunks) {
         int extra = blockIdx.x - a.b.n_chunks * (n_heads + 1);
-        empty_state(&a, extra * (CONV_THREADS / 32) + warp);
+        empty_state(&a, extra * (CONV_THREADS / 32) + (threadIdx.x >> 5));
         return;
     }
     int seq = a.b.chunk_seq[chunk], t0 = a.b.chunk_index[chunk] * K_CHUNK;
@@ -134,26 +139,34 @@ __global__ static void __launch_bounds__(CONV_THREADS) gdn_conv_kernel(struct k_
         gates(&a, seq_tok + t0, min(a.b.cu_seqlens[seq + 1] - (int)seq_tok - t0, K_CHUNK));
         return;
     }
-    t0 += warp * CONV_TOKENS;
-    int channel = head * CONV_DIM + lane * 4;
+    int lane8 = threadIdx.x % CONV_LANES * 8, channel = head * CONV_DIM + lane8;
     struct conv_ctx c;
     conv_context(&a, seq, channel, &c);
-    if (t0 >= c.len)
-        return;
+    t0 += threadIdx.x / CONV_LANES * CONV_TOKENS;
     int n = min(c.len - t0, (int)CONV_TOKENS);
-    float4 w[4];
-    for (int e = 0; e < 4; e++)
+    if (__all_sync(0xffffffffu, n <= 0))
+        return;
+    float4 w[8];
+#pragma unroll
+    for (int e = 0; e < 8; e++)
         w[e] = ((const float4 *)a.conv_w)[channel + e];
-    uint2 in[CONV_TOKENS + 3];
+    uint4 in[CONV_TOKENS + 3];
 #pragma unroll
     for (int i = 0; i < CONV_TOKENS + 3; i++)
-        in[i] = i < n + 3 ? conv_input(&c, t0 - 3 + i) : make_uint2(0, 0);
-    if (t0 == 0)
+        in[i] = n > 0 && i < n + 3 ? conv_input(&c, t0 - 3 + i) : make_uint4(0, 0, 0, 0);
+    if (t0 == 0 && n > 0)
         conv_write_state(&c);
-#pragma unroll
-    for (int i = 0; i < CONV_TOKENS; i++)
-        if (i < n)
-            conv_token(&a, head, seq_tok + t0 + i, w, in + i);
+    __syncwarp();
+    int64_t tok = seq_tok + t0;
+    if (head >= 2 * a.d.H) {
+        bf16 *v = (bf16 *)a.v + (tok * a.d.HV + head - 2 * a.d.H) * CONV_DIM + lane8;
+        conv_tokens(in, w, n, 0, v, (int64_t)a.d.HV * CONV_DIM);
+        return;
+    }
+    bool is_q = head < a.d.H;
+    bf16 *qk = (bf16 *)(is_q ? a.q : a.k);
+    qk += (tok * a.d.H + head - (is_q ? 0 : a.d.H)) * CONV_DIM + lane8;
+    conv_tokens(in, w, n, is_q ? 0.08838834764831845f : 1.0f, qk, (int64_t)a.d.H * CONV_DIM);
 }
 
 // ---- launchers

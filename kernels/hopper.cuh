@@ -70,6 +70,12 @@ __device__ static inline void tma_load3(void *dst, const CUtensorMap *map, uint6
         : "memory");
 }
 
+/* Ends a bulk group of the calling thread, be it empty. */
+__device__ static inline void bulk_commit(void)
+{
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
 /* The same box back to memory; one bulk group of the calling thread. */
 __device__ static inline void tma_store3(const CUtensorMap *map, const void *src, int x, int y,
                                          int z)
@@ -79,7 +85,18 @@ __device__ static inline void tma_store3(const CUtensorMap *map, const void *src
             map),
         "r"(smem_addr(src)), "r"(x), "r"(y), "r"(z)
         : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    bulk_commit();
+}
+
+/* Two dims of it. */
+__device__ static inline void tma_store2(const CUtensorMap *map, const void *src, int x, int y)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(
+            map),
+        "r"(smem_addr(src)), "r"(x), "r"(y)
+        : "memory");
+    bulk_commit();
 }
 
 __device__ static inline void bulk_load(void *dst, const void *src, uint32_t bytes,
@@ -92,10 +109,16 @@ __device__ static inline void bulk_load(void *dst, const void *src, uint32_t byt
         : "memory");
 }
 
-/* The calling thread's bulk groups have read their shared memory. */
-__device__ static inline void bulk_read_done(void)
+/* All but the calling thread's last N bulk groups have read their shared memory. */
+template <int N> __device__ static inline void bulk_read_done(void)
 {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+
+/* The calling thread's bulk groups have been written. */
+__device__ static inline void bulk_done(void)
+{
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 /* One of the arrivals that `bar` counts, when this thread's cp.async so far have landed. Who waits

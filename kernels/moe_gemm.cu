@@ -119,7 +119,8 @@ __device__ static inline void store_block(const struct k_moe_gemm *a,
                 int r = row + 16 * mt + 8 * h, c = col + 8 * nt;
                 const float *low = &acc[mt][nt][2 * h], *high = &acc[mt][nt + 4][2 * h];
                 if (a->swiglu) {
-                    store_pair(a, g, r, c, silu(low[0]) * high[0], silu(low[1]) * high[1]);
+                    float2 sig = sigmoid2(low[0], low[1]);
+                    store_pair(a, g, r, c, low[0] * sig.x * high[0], low[1] * sig.y * high[1]);
                 } else {
                     store_pair(a, g, r, c, low[0], low[1]);
                     store_pair(a, g, r, c + 64, high[0], high[1]);
