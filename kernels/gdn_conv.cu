@@ -9,7 +9,7 @@
  *
  * Block: one chunk of 64 tokens x one head of 128 channels; 4 warps of 16 tokens, half a warp 8
  * of them, 8 channels a lane, all 11 rows loaded before the first use. One more block a chunk does
- * the gates, and N / 4 more at the end write the states of empty sequences. The half warp that read
+ * the gates, and N / 4 more at the end write the states of empty sequences. The half warp that reads
  * a sequence's old state (first 8 tokens of its first chunk) also writes the new one, from p
  * itself: no race between blocks. Every lane computes all its tokens and stores those that are
  * there: sums over a head need the whole half warp.
@@ -19,33 +19,6 @@
 // ---- kernels
 
 enum { CONV_THREADS = 128, CONV_TOKENS = 8, CONV_LANES = 16, CONV_DIM = 128 };
-
-struct conv_ctx {
-    const bf16 *p;   /* this lane's channels of token 0 of the sequence */
-    bf16 *state;     /* this lane's channels of the slot */
-    int64_t ld, row; /* distance of two rows of p and of the state */
-    int len;         /* tokens of the sequence */
-    bool fresh;      /* the slot is not read */
-};
-
-/* Eight channels of input `t` of the sequence; t in [-3, len). */
-__device__ static inline uint4 conv_input(const struct conv_ctx *c, int t)
-{
-    if (t >= 0)
-        return *(const uint4 *)(c->p + t * c->ld);
-    if (c->fresh)
-        return make_uint4(0, 0, 0, 0);
-    return *(const uint4 *)(c->state + (t + 3) * c->row);
-}
-
-__device__ static inline void conv_write_state(const struct conv_ctx *c)
-{
-    uint4 in[3];
-    for (int i = 0; i < 3; i++)
-        in[i] = conv_input(c, c->len - 3 + i);
-    for (int i = 0; i < 3; i++)
-        *(uint4 *)(c->state + i * c->row) = in[i];
-}
 
 __device__ static void gates(const struct k_gdn_conv *a, int64_t tok, int n)
 {
@@ -61,17 +34,30 @@ __device__ static void gates(const struct k_gdn_conv *a, int64_t tok, int n)
     }
 }
 
-__device__ static void conv_context(const struct k_gdn_conv *a, int seq, int channel,
-                                    struct conv_ctx *c)
+/* The first three inputs of a sequence of `len` tokens that begins at `tok`, from its state, and its
+ * new state. For this lane's channels of p and of the slot. */
+__device__ static inline void conv_state(const struct k_gdn_conv *a, int seq, int channel,
+                                         int tok, int len, uint4 in[3])
 {
-    int64_t conv_dim = (int64_t)(2 * a->d.H + a->d.HV) * CONV_DIM;
-    int tok0 = a->b.cu_seqlens[seq];
-    c->p = (const bf16 *)a->p + (int64_t)tok0 * a->d.ld + channel;
-    c->state = (bf16 *)a->conv_state + a->b.slots[seq] * 3 * conv_dim + channel;
-    c->ld = a->d.ld;
-    c->row = conv_dim;
-    c->len = a->b.cu_seqlens[seq + 1] - tok0;
-    c->fresh = a->b.start[seq] == 0;
+    int64_t row = (int64_t)(2 * a->d.H + a->d.HV) * CONV_DIM;
+    bf16 *state = (bf16 *)a->conv_state + a->b.slots[seq] * 3 * row + channel;
+    const bf16 *p = (const bf16 *)a->p + channel;
+    bool fresh = a->b.start[seq] == 0;
+    uint4 last[3];
+#pragma unroll
+    for (int i = 0; i < 3; i++)
+        in[i] = fresh ? make_uint4(0, 0, 0, 0) : *(const uint4 *)(state + i * row);
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        int t = len - 3 + i;
+        if (t >= 0)
+            last[i] = *(const uint4 *)(p + (int64_t)(tok + t) * a->d.ld);
+        else /* t is i - 2 or i - 1: the state's row behind this one */
+            last[i] = len == 1 ? in[i + 1 < 3 ? i + 1 : 2] : in[2];
+    }
+#pragma unroll
+    for (int i = 0; i < 3; i++)
+        *(uint4 *)(state + i * row) = last[i];
 }
 
 /* A sequence without tokens: its state becomes zeros when fresh, else it stays. */
@@ -133,31 +119,31 @@ __global__ static void __launch_bounds__(CONV_THREADS) gdn_conv_kernel(struct k_
         empty_state(&a, extra * (CONV_THREADS / 32) + (threadIdx.x >> 5));
         return;
     }
-    int seq = a.b.chunk_seq[chunk], t0 = a.b.chunk_index[chunk] * K_CHUNK;
-    int64_t seq_tok = a.b.cu_seqlens[seq];
+    int seq = a.b.chunk_seq[chunk], first = a.b.chunk_tok[chunk];
+    int index = a.b.chunk_index[chunk];
     if (head == n_heads) {
-        gates(&a, seq_tok + t0, min(a.b.cu_seqlens[seq + 1] - (int)seq_tok - t0, K_CHUNK));
+        gates(&a, first, min(a.b.cu_seqlens[seq + 1] - first, K_CHUNK));
         return;
     }
     int lane8 = threadIdx.x % CONV_LANES * 8, channel = head * CONV_DIM + lane8;
-    struct conv_ctx c;
-    conv_context(&a, seq, channel, &c);
-    t0 += threadIdx.x / CONV_LANES * CONV_TOKENS;
-    int n = min(c.len - t0, (int)CONV_TOKENS);
-    if (__all_sync(0xffffffffu, n <= 0))
-        return;
+    int part = threadIdx.x / CONV_LANES;
+    int64_t tok = first + part * CONV_TOKENS;
+    /* Before it is known where the sequence ends: rows of others are read and not used. */
+    const bf16 *p = (const bf16 *)a.p + channel;
+    uint4 in[CONV_TOKENS + 3];
+#pragma unroll
+    for (int i = 0; i < CONV_TOKENS + 3; i++) {
+        int64_t t = min(max(tok - 3 + i, (int64_t)0), (int64_t)a.b.n_tokens - 1);
+        in[i] = *(const uint4 *)(p + t * a.d.ld);
+    }
     float4 w[8];
 #pragma unroll
     for (int e = 0; e < 8; e++)
         w[e] = ((const float4 *)a.conv_w)[channel + e];
-    uint4 in[CONV_TOKENS + 3];
-#pragma unroll
-    for (int i = 0; i < CONV_TOKENS + 3; i++)
-        in[i] = n > 0 && i < n + 3 ? conv_input(&c, t0 - 3 + i) : make_uint4(0, 0, 0, 0);
-    if (t0 == 0 && n > 0)
-        conv_write_state(&c);
+    int end = a.b.cu_seqlens[seq + 1], n = min(end - (int)tok, (int)CONV_TOKENS);
+    if (index == 0 && part == 0 && n > 0)
+        conv_state(&a, seq, channel, first, end - first, in);
     __syncwarp();
-    int64_t tok = seq_tok + t0;
     if (head >= 2 * a.d.H) {
         bf16 *v = (bf16 *)a.v + (tok * a.d.HV + head - 2 * a.d.H) * CONV_DIM + lane8;
         conv_tokens(in, w, n, 0, v, (int64_t)a.d.HV * CONV_DIM);

@@ -11,8 +11,8 @@
  * bf16 operands, f32 sums; S, gates, decays and the inverse f32.
  *
  * prep:  grid one a multiprocessor, block 4 groups of 128, shared 148 KB; a group takes units
- *   of 37 KB in turn. Limit: bytes (49 KB a chunk and head, half of it shared by the heads of
- *   a key head). Seen: 1.9 x its load and store alone, held back by the latency of the inverse
+ *   of 37 KB in turn, a chunk and head or a chunk and the heads of a key head, which share its
+ *   products. Limit: bytes (49 KB a chunk and head, half of it K and Q). Seen: 1.9 x its load and store alone, held back by the latency of the inverse
  *   and by instruction fetches.
  * chain: grid N * HV * 2, block 128, shared 114 KB, 2 stages of K, Q, V, A, P by cp.async.
  *   Limit: latency; 4.2 MFLOP and 57 KB from shared memory a chunk and half.
@@ -59,44 +59,32 @@ struct prep_at {
     struct gate_regs gates;
 };
 
-__device__ static inline struct prep_at prep_locate(const struct k_gdn_delta *a, int64_t unit)
+__device__ static inline struct gate_regs prep_gates(const struct k_gdn_delta *a, int tok,
+                                                     int h, int n)
+{
+    int64_t g = (int64_t)tok * a->d.HV + h;
+    return gates_load(a->g + g, a->beta + g, a->d.HV, n);
+}
+
+/* Unit: flat chunk * (HV / share) + which `share` of its value heads, all of one key head. */
+__device__ static inline struct prep_at prep_locate(const struct k_gdn_delta *a, int64_t unit,
+                                                    int share)
 {
     struct prep_at at = {};
-    if (unit >= (int64_t)a->b.n_chunks * a->d.HV)
+    int n_shares = a->d.HV / share;
+    if (unit >= (int64_t)a->b.n_chunks * n_shares)
         return at;
-    int chunk = (int)(unit / a->d.HV), h = (int)(unit % a->d.HV);
+    int chunk = (int)(unit / n_shares), h = (int)(unit % n_shares) * share;
     at.tok = a->b.chunk_tok[chunk];
     at.n = min(a->b.cu_seqlens[a->b.chunk_seq[chunk] + 1] - at.tok, (int)K_CHUNK);
-    int64_t g = (int64_t)at.tok * a->d.HV + h;
-    at.gates = gates_load(a->g + g, a->beta + g, a->d.HV, at.n);
+    at.gates = prep_gates(a, at.tok, h, at.n);
     return at;
 }
 
-/* One chunk and head by the 128 threads of a group, this one t. *at is the unit's on entry,
- * that of next_unit on exit. */
-__device__ static inline void prep_unit(const struct k_gdn_delta *a, struct prep_smem *s,
-                                        int64_t unit, int64_t next_unit, struct prep_at *at,
-                                        bool beside, int t, int barrier)
+/* A, P and the gates of one value head to memory, and the word that they are there. */
+__device__ static inline void prep_store(const struct prep_smem *s, struct gdn_unit *out,
+                                         bool beside, int t, int barrier)
 {
-    int kh = (int)(unit % a->d.HV) / (a->d.HV / a->d.H), n = at->n;
-    if (n <= 0) { /* of a chunk beyond the batch's: no chain takes its flags back */
-        *at = prep_locate(a, next_unit);
-        return;
-    }
-    int64_t row = (int64_t)a->d.H * GDN_D, first = at->tok * row + kh * GDN_D;
-    load_rows<2>(smem_addr(s->K), (const bf16 *)a->k + first, row, n, t);
-    load_rows<2>(smem_addr(s->Q), (const bf16 *)a->q + first, row, n, t);
-    cp_commit();
-    struct gate_regs r = at->gates;
-    *at = prep_locate(a, next_unit);
-    cp_wait<0>();
-    group_sync(barrier);
-    struct prep_places p = {
-        &s->gates,       (struct solve_smem *)s->Q,    smem_addr(s->K), smem_addr(s->Q),
-        smem_addr(s->K), smem_addr(s->K) + TILE_BYTES, s->eg_el};
-    prep_chunk(p, t >> 5, r, barrier);
-    group_sync(barrier);
-    struct gdn_unit *out = (struct gdn_unit *)a->work + unit;
 #pragma unroll
     for (int i = 0; i < 2 * TILE_BYTES / 16 / GDN_THREADS; i++)
         ((uint4 *)out->A)[i * GDN_THREADS + t] = ((const uint4 *)s->K)[i * GDN_THREADS + t];
@@ -108,8 +96,45 @@ __device__ static inline void prep_unit(const struct k_gdn_delta *a, struct prep
         asm volatile("st.release.gpu.global.b32 [%0], 1;" ::"l"(&out->ready[t]) : "memory");
 }
 
+/* One chunk and `share` heads by the 128 threads of a group, this one t. *at is the unit's on entry,
+ * that of next_unit on exit. */
+__device__ static inline void prep_unit(const struct k_gdn_delta *a, struct prep_smem *s,
+                                        int64_t unit, int64_t next_unit, int share,
+                                        struct prep_at *at, bool beside, int t, int barrier)
+{
+    int h = (int)(unit % (a->d.HV / share)) * share, kh = h / (a->d.HV / a->d.H);
+    int n = at->n, tok = at->tok;
+    if (n <= 0) { /* of a chunk beyond the batch's: no chain takes its flags back */
+        *at = prep_locate(a, next_unit, share);
+        return;
+    }
+    int64_t row = (int64_t)a->d.H * GDN_D, first = tok * row + kh * GDN_D;
+    load_rows<2>(smem_addr(s->K), (const bf16 *)a->k + first, row, n, t);
+    load_rows<2>(smem_addr(s->Q), (const bf16 *)a->q + first, row, n, t);
+    cp_commit();
+    cp_wait<0>();
+    group_sync(barrier);
+    struct prep_places p = {
+        &s->gates,       (struct solve_smem *)s->Q,    smem_addr(s->K), smem_addr(s->Q),
+        smem_addr(s->K), smem_addr(s->K) + TILE_BYTES, s->eg_el};
+    struct gdn_unit *out = (struct gdn_unit *)a->work + unit * share;
+    float xp[10][4];
+    prep_shared(p, t >> 5, xp, barrier);
+#pragma unroll 1
+    for (int j = 0; j < share; j++) {
+        struct gate_regs r = at->gates;
+        if (j + 1 < share)
+            at->gates = prep_gates(a, tok, h + j + 1, n);
+        else
+            *at = prep_locate(a, next_unit, share);
+        prep_head(p, t >> 5, r, xp, barrier);
+        group_sync(barrier);
+        prep_store(s, out + j, beside, t, barrier);
+    }
+}
+
 __global__ static void __launch_bounds__(PREP_GROUPS *GDN_THREADS, 1)
-    gdn_prep_kernel(struct k_gdn_delta a, bool beside)
+    gdn_prep_kernel(struct k_gdn_delta a, int share, bool beside)
 {
     extern __shared__ __align__(1024) uint8_t raw[];
     int group = threadIdx.x / GDN_THREADS;
@@ -117,12 +142,12 @@ __global__ static void __launch_bounds__(PREP_GROUPS *GDN_THREADS, 1)
     /* The chain's blocks may take their places as soon as all of these have begun. */
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
-    int64_t n_units = (int64_t)a.b.n_chunks * a.d.HV;
+    int64_t n_units = (int64_t)a.b.n_chunks * (a.d.HV / share);
     int64_t stride = (int64_t)gridDim.x * PREP_GROUPS;
     int64_t u = (int64_t)group * gridDim.x + blockIdx.x;
-    struct prep_at at = prep_locate(&a, u);
+    struct prep_at at = prep_locate(&a, u, share);
     for (; u < n_units; u += stride)
-        prep_unit(&a, (struct prep_smem *)raw + group, u, u + stride, &at, beside,
+        prep_unit(&a, (struct prep_smem *)raw + group, u, u + stride, share, &at, beside,
                   threadIdx.x % GDN_THREADS, 1 + group);
 }
 
@@ -336,13 +361,16 @@ static cudaError_t launch_prep(const struct k_gdn_delta *a, int32_t n_blocks, bo
 {
     if (a->b.n_chunks == 0)
         return cudaSuccess;
-    int smem = PREP_GROUPS * sizeof(struct prep_smem);
+    int smem = PREP_GROUPS * sizeof(struct prep_smem), ratio = a->d.HV / a->d.H;
+    /* The heads of a key head share its products, where there is work enough for all groups and
+     * the chain does not wait for the first units. A choice for time only. */
+    bool is_sharing = !beside && (int64_t)a->b.n_chunks * a->d.H >= PREP_GROUPS * n_blocks / 2;
     cudaError_t e = cudaFuncSetAttribute(gdn_prep_kernel,
                                          cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
     if (e != cudaSuccess)
         return e;
-    gdn_prep_kernel<<<(unsigned)n_blocks, PREP_GROUPS * GDN_THREADS, smem, stream>>>(*a,
-                                                                                     beside);
+    gdn_prep_kernel<<<(unsigned)n_blocks, PREP_GROUPS * GDN_THREADS, smem, stream>>>(
+        *a, is_sharing ? ratio : 1, beside);
     return cudaGetLastError();
 }
 

@@ -1,5 +1,5 @@
 /* What is parallel over the chunks of the gated delta rule: gates, the unit lower triangular
- * inverse, the masked Q K^T. One group of 4 warps, one (chunk, value head).
+ * inverse, the masked Q K^T. One group of 4 warps, one (chunk, key head) and its value heads.
  *
  * gdn.md 1.2, gated form. With gamma the inclusive sum of g inside the chunk and
  * D_ij = exp(gamma_i - gamma_j), i >= j:
@@ -299,29 +299,41 @@ struct prep_places {
     float *eg_el;             /* out */
 };
 
-/* Products, masks and P of warp W: L to x, its diagonal block to diag. */
+/* K K^T and Q K^T of warp W, before any gate: what the value heads of a key head share. Block row W
+ * of K K^T at xp[0], block row 3 - W of Q K^T behind it. */
 template <int W>
-__device__ static inline void prep_products(const struct prep_places *s, float x[8][4],
-                                            float diag[2][4], int barrier)
+__device__ static inline void prep_products(const struct prep_places *s, float xp[10][4])
 {
-    uint32_t pp[2 * (3 - W) + 2][2];
+    mm_lower<3 - W>(xp + 2 * W + 2, s->Q, s->K);
+    mm_lower<W>(xp, s->K, s->K);
+}
+
+/* Masks of warp W, and its part of P: L to x, its diagonal block to diag. */
+template <int W>
+__device__ static inline void prep_masks(const struct prep_places *s, const float xp[10][4],
+                                         float x[8][4], float diag[2][4])
+{
     {
         const float one[2] = {1.0f, 1.0f};
+        uint32_t pp[2 * (3 - W) + 2][2];
         float p[2 * (3 - W) + 2][4];
-        mm_lower<3 - W>(p, s->Q, s->K);
+#pragma unroll
+        for (int i = 0; i < 4 * (2 * (3 - W) + 2); i++)
+            p[i >> 2][i & 3] = xp[2 * W + 2 + (i >> 2)][i & 3];
         decay_mask<3 - W>(s->gates->gamma[W], s->gates->col[W][1], p, one, false);
         pack_rows<2 * (3 - W) + 2>(pp, p);
+        tile_store<3 - W>(s->P, pp);
     }
     int lane = threadIdx.x & 31;
-    mm_lower<W>(x, s->K, s->K);
+#pragma unroll
+    for (int i = 0; i < 4 * (2 * W + 2); i++)
+        x[i >> 2][i & 3] = xp[i >> 2][i & 3];
     const float *b = s->gates->beta[W];
     const float beta[2] = {b[16 * W + (lane >> 2)], b[16 * W + (lane >> 2) + 8]};
     decay_mask<W>(s->gates->gamma[W], s->gates->col[W][0], x, beta, true);
 #pragma unroll
     for (int e = 0; e < 8; e++)
         diag[e >> 2][e & 3] = x[2 * W + (e >> 2)][e & 3];
-    group_sync(barrier); /* K and Q are read */
-    tile_store<3 - W>(s->P, pp);
 }
 
 /* The inverse and A of warp W. */
@@ -342,23 +354,39 @@ __device__ static inline void prep_inverse(const struct prep_places *s, float x[
     tile_store<W>(s->A, xx);
 }
 
-/* A, P and gates of one chunk and head, by 4 warps. Warp w has block row w of A and 3 - w of P:
- * the same work for each. Where bounds depend on the warp there is a copy of the code for each;
- * what does not is shared, because the instruction cache is what this kernel is short of. Tiles
- * of A and P above the diagonal are written as 0. */
-__device__ static inline void prep_chunk(struct prep_places s, int warp, struct gate_regs r,
-                                         int barrier)
+/* The products of a chunk and key head, by 4 warps, in registers. Warp w has block row w of
+ * A and 3 - w of P: the same work for each. Where bounds depend on the warp there is a copy of the
+ * code for each; what does not is shared, because the instruction cache is what this kernel is
+ * short of. On return K and Q have been read. */
+__device__ static inline void prep_shared(struct prep_places s, int warp, float xp[10][4],
+                                          int barrier)
+{
+    if (warp == 0)
+        prep_products<0>(&s, xp);
+    else if (warp == 1)
+        prep_products<1>(&s, xp);
+    else if (warp == 2)
+        prep_products<2>(&s, xp);
+    else
+        prep_products<3>(&s, xp);
+    group_sync(barrier);
+}
+
+/* A, P and gates of one value head from them. Tiles of A and P above the diagonal are written
+ * as 0. */
+__device__ static inline void prep_head(struct prep_places s, int warp, struct gate_regs r,
+                                        const float xp[10][4], int barrier)
 {
     float x[8][4], diag[2][4];
     gates_scan(s.gates, warp, r, s.eg_el);
     if (warp == 0)
-        prep_products<0>(&s, x, diag, barrier);
+        prep_masks<0>(&s, xp, x, diag);
     else if (warp == 1)
-        prep_products<1>(&s, x, diag, barrier);
+        prep_masks<1>(&s, xp, x, diag);
     else if (warp == 2)
-        prep_products<2>(&s, x, diag, barrier);
+        prep_masks<2>(&s, xp, x, diag);
     else
-        prep_products<3>(&s, x, diag, barrier);
+        prep_masks<3>(&s, xp, x, diag);
     solve_diag(s.solve, warp, diag);
     if (warp == 0)
         prep_inverse<0>(&s, x, barrier);
