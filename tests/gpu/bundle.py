@@ -17,7 +17,8 @@ import subprocess
 import sys
 
 PROGRAMS = ["prefilld", "tests/test_bits", "tests/test_engine", "tests/test_share",
-            "tests/gpu/test_backend", "tests/gpu/test_models", "tests/bench/gpu_prefill"]
+            "tests/gpu/test_backend", "tests/gpu/test_models", "tests/bench/gpu_prefill",
+            "tests/bench/share"]
 # What every glibc system has, and what comes with the driver or the toolkit.
 SYSTEM = re.compile(r"(ld-linux|libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+|linux-vdso)"
                     r"[.-]")
