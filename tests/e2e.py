@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import re
 import signal
 import socket
@@ -56,6 +57,22 @@ def until(condition, wait_s=WAIT_S):
 def is_sanitized():
     with open(PREFILLD, "rb") as f:
         return re.search(rb"__(asan|tsan)_init", f.read()) is not None
+
+
+def on_terminal(*command, environment=()):
+    """Runs it to its end: its exit status, and what a terminal gets to see of both streams."""
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL,
+                             env={"TERM": "xterm", "LC_ALL": "C.UTF-8", **dict(environment)})
+    os.close(theirs)
+    seen = b""
+    try:
+        while data := os.read(ours, 1 << 16):
+            seen += data
+    except OSError:  # the other end is closed
+        pass
+    os.close(ours)
+    return child.wait(30), seen.decode().replace("\r\n", "\n")
 
 
 class Answer:

@@ -3,10 +3,12 @@
 watchdog, drain, crash, bad configuration, reload, no network. TAP.
 
 Needs root, debootstrap and a mirror; without them it is skipped in words. Not part of make check:
-tests/run.sh runs it once. PID1_DIR (build/pid1): where the Debian is kept for the next time."""
+tests/run.sh runs it once. PID1_DIR (build/pid1): where the Debian is kept for the next time.
+PID1_DEB: a package to be installed there in the end, started and purged."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -187,6 +189,8 @@ def make_root():
                 wait_s=900)
         if r.returncode != 0:
             return "debootstrap could not make a Debian: " + (r.stdout + r.stderr)[-200:]
+    if os.path.exists(ROOT + "/var/lib/dpkg/info/prefilld.list"):
+        run("chroot", ROOT, "dpkg", "-P", "prefilld")
     for path in ("/etc/systemd/system/prefilld.service.d", "/var/log/journal"):
         shutil.rmtree(ROOT + path, ignore_errors=True)
     r = run("make", "-C", BUILDDIR, "install", f"DESTDIR={ROOT}")
@@ -320,6 +324,45 @@ def test_no_network(m):
     check(score <= 0.8, f"its exposure as it runs: {score}")
 
 
+def test_package(m, deb):
+    """Installed with dpkg alone: the clients' Python is not in this small Debian."""
+    m("systemctl", "stop", "prefilld.socket", "prefilld.service")
+    r = run("make", "-C", BUILDDIR, "uninstall", f"DESTDIR={ROOT}")
+    shutil.rmtree(ROOT + "/etc/systemd/system/prefilld.service.d")
+    shutil.copy(deb, ROOT + "/tmp/prefilld.deb")
+    m("systemctl", "daemon-reload")
+    r = m("dpkg", "--force-depends", "-i", "/tmp/prefilld.deb")
+    check(r.returncode == 0 and m.show("ActiveState") == "inactive" and
+          m.show("UnitFileState") == "disabled", "the package is installed, and starts nothing", r)
+    r = m("systemctl", "start", "prefilld.service")
+    check(r.returncode != 0 and m.show("ExecMainStatus") == "78",
+          "without a model in its configuration it does not start", m.journal("-n", "10"))
+    conf = "/etc/prefilld/prefilld.conf"
+    with open(ROOT + conf, encoding="utf-8") as f:
+        sample = f.read()
+    model = re.sub(r"^#?model .*$", "model /var/lib/prefilld/demo", sample, flags=re.M)
+    m.write(conf, model + "state-slots 16\nkv-tokens 40960\n")
+    m("systemctl", "reset-failed")
+    r = m("systemctl", "start", "prefilld.socket", "prefilld.service")
+    check(r.returncode == 0 and model != sample and m.ask([1, 2]) == 0, "with one it answers",
+          m.journal("-n", "20"))
+    pid, bound = m.show("MainPID"), m.show("ActiveEnterTimestampMonotonic", "prefilld.socket")
+    r = m("dpkg", "--force-depends", "-i", "/tmp/prefilld.deb")
+    check(r.returncode == 0 and m.show("MainPID") != pid and m.ask([1]) == 0 and
+          m.show("ActiveEnterTimestampMonotonic", "prefilld.socket") == bound,
+          "an upgrade restarts it, and keeps the socket", (r, m.journal("-n", "20")))
+    with open(ROOT + conf, encoding="utf-8") as f:
+        check("/var/lib/prefilld/demo" in f.read(), "with the configuration as it was")
+    r = m("dpkg", "-r", "prefilld")
+    check(r.returncode == 0 and m.show("ActiveState") == "inactive" and
+          m.show("ActiveState", "prefilld.socket") == "inactive" and os.path.exists(ROOT + conf),
+          "removed, it has stopped", r)
+    r = m("dpkg", "-P", "prefilld")
+    left = m("find", "/etc", "/usr", "/lib/systemd", "-name", "*prefill*", "!", "-path",
+             "/usr/local/*").stdout
+    check(r.returncode == 0 and left == "", "purged, nothing is left", left)
+
+
 def main():
     why = None
     if os.geteuid() != 0:
@@ -345,6 +388,10 @@ def main():
                      test_bad_configuration, test_no_network):
             m("systemctl", "reset-failed")  # starts count, and past StartLimitBurst= there is no more
             test(m)
+        if "PID1_DEB" in os.environ:
+            test_package(m, os.environ["PID1_DEB"])
+        else:
+            skip("the Debian package", "none was built (PID1_DEB)")
     finally:
         m.close()
     done()

@@ -10,7 +10,8 @@ cd "$root" || exit 1
 
 packages='build-essential autoconf automake pkgconf libmicrohttpd-dev libjansson-dev libpcre2-dev
     libutf8proc-dev libcriterion-dev python3'
-checkers='clang-format mandoc haproxy systemd debootstrap python3-prometheus-client' # without them their tests are skipped in words
+checkers='clang-format mandoc haproxy systemd debootstrap python3-prometheus-client
+    debhelper lintian' # without them their tests are skipped in words
 jobs=$(nproc)
 logs=$root/build/logs
 # No make check takes minutes; a test that hangs is ended here.
@@ -168,10 +169,35 @@ check_tarball() {
     [ ! -s missing.files ] || { echo "make dist leaves out:" && cat missing.files && return 1; }
 }
 
-# The installed service under a systemd that is PID 1, in a Debian made for it.
+# In the build directory: the package from what the tarball has. Its tests were run.
+build_debian() {
+    rm -rf ../debian && mkdir ../debian || return 1
+    # shellcheck disable=SC2012
+    tar -xzf "$(ls -t prefilld-*.tar.gz | head -n 1)" -C ../debian || return 1
+    cd ../debian/prefilld-* || return 1
+    DEB_BUILD_OPTIONS="nocheck parallel=$jobs" DEB_BUILD_PROFILES=nocheck \
+        dpkg-buildpackage -b -us -uc || return 1
+    if ! command -v lintian; then
+        echo "no lintian (Debian package lintian)"
+        return 0
+    fi
+    lintian --fail-on error ../*.changes
+}
+
+check_debian() {
+    if ! command -v dh >/dev/null || ! command -v dpkg-buildpackage >/dev/null; then
+        echo "plain: Debian package        skipped         no debhelper"
+        skipped=$((skipped + 1))
+        return
+    fi
+    stage "plain: Debian package" build/plain build_debian
+}
+
+# The installed service under a systemd that is PID 1, in a Debian made for it; then the package.
 check_systemd() {
+    deb=$(find build/debian -name 'prefilld_*.deb' 2>/dev/null | head -n 1)
     stage "plain: systemd as PID 1" . timeout --foreground -k 10 $hang_s \
-        env SRCDIR=. BUILDDIR=build/plain python3 tests/pid1.py || return
+        env SRCDIR=. BUILDDIR=build/plain ${deb:+"PID1_DEB=$deb"} python3 tests/pid1.py || return
     if grep -q 'a real systemd as PID 1 # SKIP' "$log"; then
         passed=$((passed - 1))
         skipped=$((skipped + 1))
@@ -216,11 +242,13 @@ if stage "autoreconf" . autoreconf -i; then
     build_and_check plain CFLAGS='-O2 -g -Werror'
     if [ -x build/plain/prefilld ]; then
         stage "plain: install" build/plain check_install
-        check_systemd
+        rm -rf build/debian
         # The tarball has all that it needs: it is unpacked, built and, in part, tested elsewhere.
         stage "plain: distcheck" build/plain timeout --foreground -k 10 $hang_s make -j"$jobs" distcheck \
             TESTS='tests/docs.py tests/test_tokenizer tests/test_request tests/test_engine tests/e2e_contract.py' &&
-            stage "plain: tarball" build/plain check_tarball
+            stage "plain: tarball" build/plain check_tarball &&
+            check_debian
+        check_systemd
     fi
     note_kernels
     build_and_check asan CFLAGS='-O1 -g -Werror' --with-cuda=no --enable-sanitize=address,undefined

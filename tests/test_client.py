@@ -4,7 +4,6 @@
 import http.server
 import json
 import os
-import pty
 import signal
 import socket
 import socketserver
@@ -14,7 +13,7 @@ import tempfile
 import threading
 import time
 
-from e2e import SRCDIR, check, done
+from e2e import SRCDIR, check, done, on_terminal
 
 CLIENT = os.path.join(SRCDIR, "clients", "prefill")
 
@@ -145,21 +144,8 @@ def check_answers(url):
 
 
 def run_tty(url, *args, environment=(), **settings):
-    """What a terminal gets to see, both streams."""
     run_settings(settings)
-    ours, theirs = pty.openpty()
-    client = subprocess.Popen([sys.executable, CLIENT, "--url", url, *args], stdout=theirs,
-                              stderr=theirs, stdin=subprocess.DEVNULL,
-                              env={"TERM": "xterm", "LC_ALL": "C.UTF-8", **dict(environment)})
-    os.close(theirs)
-    seen = b""
-    try:
-        while data := os.read(ours, 1 << 16):
-            seen += data
-    except OSError:  # the other end is closed
-        pass
-    os.close(ours)
-    return client.wait(30), seen.decode().replace("\r\n", "\n")
+    return on_terminal(sys.executable, CLIENT, "--url", url, *args, environment=environment)
 
 
 def check_all(url):

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 
-from e2e import Daemon, check, done
+from e2e import Daemon, check, done, on_terminal
 
 SRCDIR = os.environ.get("SRCDIR", ".")
 LOADGEN = os.path.join(SRCDIR, "clients", "loadgen")
@@ -338,6 +338,20 @@ def test_ways(stub, tmp):
     check(r["errors"] == {"connect": r["requests"]}, "it goes away: connect", r["errors"])
 
 
+def test_progress(stub):
+    stub.reset()
+    status, seen = on_terminal(sys.executable, LOADGEN, "--url", stub.url, "--rate", "50",
+                               "--duration", "3", "--length", "fixed:10")
+    lines = re.findall(r"\r +(\d+) s  (\d+) sent, (\d+) answered, 0 failed, (\d+) out, (\d+) a second ",
+                       seen)
+    rest = seen.rsplit("\r", 1)[1]
+    check(status == 0 and 2 <= len(lines) <= 4 and rest.startswith("\033[K"),
+          "a line that is written over, once a second, and goes", repr(seen))
+    n_answered = [int(line[2]) for line in lines]
+    check(n_answered == sorted(n_answered) and 0 < n_answered[-1] <= len(stub.bodies),
+          "it counts", lines)
+
+
 def test_daemon():
     with Daemon("--max-step-tokens", 512) as d:
         url = "http://" + d.address
@@ -367,6 +381,7 @@ def main():
         test_arrivals(stub)
         test_sweep(stub)
         test_ways(stub, tmp)
+        test_progress(stub)
         test_daemon()
     done()
 
