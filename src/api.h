@@ -16,7 +16,6 @@
 #include "queue.h"
 #include "steps.h"
 #include "tokenizer.h"
-#include "trace.h"
 
 enum server_phase { PHASE_LOADING, PHASE_READY, PHASE_DRAINING };
 
@@ -40,7 +39,6 @@ struct api {
 
     const struct tokenizer *tokenizer; /* NULL: ids only */
     struct queue *queue;
-    struct trace *trace;
     struct steps *steps;
     struct steps_readers readers;
     void (*cancel)(void *arg, struct request *r); /* engine_cancel */

@@ -118,7 +118,7 @@ void api_trace(struct api *a, struct exchange *x)
         return;
     }
     buf_init(&b);
-    trace_render(a->trace, n, &b);
+    steps_render_trace(a->steps, n, &b);
     api_reply(x, 200, &b);
 }
 

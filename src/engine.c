@@ -53,8 +53,6 @@ int engine_open(const struct engine_config *c, struct model *model, struct queue
     if (rc == 0)
         rc = engine_prefix_open(en, c);
     if (rc == 0)
-        rc = trace_init(&en->trace);
-    if (rc == 0)
         rc = steps_init(&en->feed);
     for (int i = 0; i < STEPS_IN_FLIGHT && rc == 0; i++)
         rc = step_open(&en->steps[i], &lim);
@@ -83,7 +81,6 @@ void engine_close(struct engine *en)
     for (int i = 0; i < STEPS_IN_FLIGHT; i++)
         step_close(&en->steps[i]);
     free(en->plan);
-    trace_fini(&en->trace);
     steps_fini(&en->feed);
     if (en->model)
         model_set_goes_on(en->model, NULL, NULL);
@@ -225,12 +222,13 @@ static bool engine_launch(struct engine *en)
     engine_publish_metrics(en);
     s->launched_us = planned_us;
     en->n_in_flight++;
-    trace_start(&en->traces[s - en->steps], s->number, &s->host, room.now_us, planned_us);
+    trace_start(&en->records[s - en->steps].trace, s->number, &s->host, room.now_us,
+                planned_us);
     int rc = model_launch(en->model, &s->host, s->results);
     engine_prefix_launched(en, s, rc == 0 && !s->is_abandoned);
     if (rc != 0)
         engine_lose_device(en);
-    en->traces[s - en->steps].launched_us = request_now_us();
+    en->records[s - en->steps].trace.launched_us = request_now_us();
     return true;
 }
 
@@ -335,16 +333,11 @@ static void engine_trace_step(struct engine *en, struct trace_step *t)
             histogram_add(&en->metrics->gaps_ns, (int64_t)(times.gap_us * 1e3f));
     }
     t->published_us = request_now_us();
-    trace_add(&en->trace, t);
 }
 
 /* After steps_take. */
-static void engine_feed_step(struct engine *en, const struct trace_step *t)
+static void engine_feed_step(struct engine *en, struct steps_record *r)
 {
-    struct steps_record *r = &en->record;
-    r->ended_us = t->done_us;
-    r->us = t->device_us >= 0 ? (int64_t)t->device_us : t->done_us - t->launch_us;
-    r->gap_us = t->gap_us;
     metrics_get_pools(en->metrics, &r->pools);
     int64_t oldest_us = queue_oldest_us(en->queue);
     r->queue_age_us = oldest_us ? request_now_us() - oldest_us : 0;
@@ -362,21 +355,22 @@ static bool engine_collect(struct engine *en, bool wait)
     if (rc == 0)
         return false;
     struct step *s = &en->steps[en->i_oldest];
-    en->traces[en->i_oldest].done_us = request_now_us();
+    struct steps_record *r = &en->records[en->i_oldest];
+    r->trace.done_us = request_now_us();
     en->i_oldest = (en->i_oldest + 1) % STEPS_IN_FLIGHT;
     en->n_in_flight--;
     if (!s->is_abandoned)
         engine_measure(en, s);
-    steps_take(&en->record, s);
+    steps_take(r, s);
     for (int32_t i = 0; i < s->n_pieces; i++) {
         if (s->is_abandoned)
             engine_end_abandoned(en, s->pieces[i].req);
         else
             engine_publish_piece(en, s, i);
     }
-    engine_trace_step(en, &en->traces[s - en->steps]);
+    engine_trace_step(en, &r->trace);
     engine_publish_metrics(en);
-    engine_feed_step(en, &en->traces[s - en->steps]);
+    engine_feed_step(en, r);
     return true;
 }
 
@@ -438,7 +432,7 @@ int engine_self_test(struct engine *en, int32_t vocab, struct errmsg *e)
     if (rc == 0)
         rc = engine_try(en, vocab, n, e);
     en->step_number = 0;
-    en->trace.n_added = en->feed.n_added = 0;
+    en->feed.n_added = 0;
     metrics_zero_steps(en->metrics);
     return rc;
 }
@@ -495,11 +489,6 @@ void engine_stall(struct engine *en, int64_t stall_us)
 struct steps *engine_feed(struct engine *en)
 {
     return &en->feed;
-}
-
-struct trace *engine_trace(struct engine *en)
-{
-    return &en->trace;
 }
 
 bool engine_drain(struct engine *en, int64_t deadline_us)

@@ -14,7 +14,6 @@
 #include "model.h"
 #include "queue.h"
 #include "steps.h"
-#include "trace.h"
 
 struct engine_config {
     enum sched_policy policy;
@@ -56,9 +55,7 @@ void engine_cancel(struct engine *en, struct request *r);
  * looks like, to try the watchdog and alarms. engine_stop ends it. Any thread. */
 void engine_stall(struct engine *en, int64_t stall_us);
 
-/* The latest steps' trace; lives as long as the engine. */
-struct trace *engine_trace(struct engine *en);
-/* The feed of GET /v1/steps; the engine's. */
+/* The latest steps, for GET /v1/steps and /v1/trace; lives as long as the engine. */
 struct steps *engine_feed(struct engine *en);
 
 /* Drain: the queue was stopped by the caller; returns when nothing is left or deadline_us

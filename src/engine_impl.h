@@ -27,10 +27,8 @@ struct engine {
     int32_t checkpoint_tokens, min_shared_tokens;
     int32_t max_cached_slots, max_cached_pages;
     struct step steps[STEPS_IN_FLIGHT];
-    struct trace_step traces[STEPS_IN_FLIGHT]; /* of the same steps */
-    struct trace trace;
+    struct steps_record records[STEPS_IN_FLIGHT]; /* of the same steps */
     struct steps feed;
-    struct steps_record record; /* of the step being published */
     int32_t i_oldest, n_in_flight;
     int64_t step_number;
     int64_t plan_number; /* of the step being planned and packed, or planned last */

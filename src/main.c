@@ -330,7 +330,6 @@ static int server_open_model(struct server *s, struct errmsg *e)
         s->backend.ops->trace(&s->backend, true);
     rc = engine_open(&c, s->model, s->queue, &s->metrics, &s->engine, e);
     if (rc == 0) {
-        s->api.trace = engine_trace(s->engine);
         s->api.steps = engine_feed(s->engine);
         steps_set_listener(s->api.steps, api_steps_notify, &s->api);
     }

@@ -23,10 +23,6 @@ void steps_set_listener(struct steps *s, void (*fn)(void *arg), void *arg)
 
 void steps_take(struct steps_record *r, const struct step *step)
 {
-    r->number = step->number;
-    r->n_tokens = step->host.n_tokens;
-    r->n_pieces = step->n_pieces;
-    r->gap_us = -1;
     for (int32_t i = 0; i < step->n_pieces && i < STEPS_PIECES; i++) {
         const struct step_piece *p = &step->pieces[i];
         struct steps_piece *to = &r->pieces[i];
@@ -42,7 +38,9 @@ void steps_take(struct steps_record *r, const struct step *step)
 void steps_add(struct steps *s, const struct steps_record *r)
 {
     pthread_mutex_lock(&s->lock);
-    s->records[s->n_added++ % STEPS_KEPT] = *r;
+    struct steps_record *to = &s->records[s->n_added++ % STEPS_KEPT];
+    *to = *r;
+    s->ended_us = trace_place(&to->trace, s->ended_us);
     pthread_mutex_unlock(&s->lock);
     if (s->listener)
         s->listener(s->listener_arg);
@@ -59,15 +57,17 @@ int64_t steps_end(struct steps *s)
 static void render(const struct steps_record *r, struct buf *out)
 {
     const struct metrics_pools *p = &r->pools;
+    const struct trace_step *t = &r->trace;
+    double us = t->device_us >= 0 ? (double)t->device_us : (double)(t->done_us - t->launch_us);
     buf_printf(out,
                "data: {\"step\": %lld, \"t_ms\": %.3f, \"ms\": %.3f, \"tokens\": %d, "
                "\"n_pieces\": %d, ",
-               (long long)r->number, (double)r->ended_us / 1e3, (double)r->us / 1e3,
-               r->n_tokens, r->n_pieces);
-    if (r->gap_us >= 0)
-        buf_printf(out, "\"gap_us\": %.1f, ", (double)r->gap_us);
+               (long long)t->number, (double)t->done_us / 1e3, us / 1e3, t->n_tokens,
+               t->n_pieces);
+    if (t->gap_us >= 0)
+        buf_printf(out, "\"gap_us\": %.1f, ", (double)t->gap_us);
     buf_adds(out, "\"pieces\": [");
-    for (int32_t i = 0; i < r->n_pieces && i < STEPS_PIECES; i++) {
+    for (int32_t i = 0; i < t->n_pieces && i < STEPS_PIECES; i++) {
         const struct steps_piece *q = &r->pieces[i];
         buf_adds(out, i ? ", {\"id\": " : "{\"id\": ");
         buf_json_string(out, q->id, strlen(q->id));
@@ -86,26 +86,45 @@ static void render(const struct steps_record *r, struct buf *out)
                p->pages_cached);
 }
 
-int64_t steps_render(struct steps *s, int64_t from, struct buf *out)
+/* The record at place i, unless it was written over. One at a time: the engine waits for the copy
+ * of one at most. */
+static bool copy_record(struct steps *s, int64_t i, struct steps_record *r)
+{
+    pthread_mutex_lock(&s->lock);
+    bool is_there = i >= s->n_added - STEPS_KEPT;
+    if (is_there)
+        *r = s->records[i % STEPS_KEPT];
+    pthread_mutex_unlock(&s->lock);
+    return is_there;
+}
+
+static void each_from(struct steps *s, int64_t from, int64_t end, struct buf *out,
+                      void (*fn)(const struct steps_record *r, struct buf *out))
 {
     struct steps_record *r = malloc(sizeof(*r));
-    int64_t end = steps_end(s);
-    if (!r) {
-        out->failed = true;
-        return from;
-    }
-    /* One at a time: the engine waits for the copy of one at most. */
-    for (from = from > end - STEPS_KEPT ? from : end - STEPS_KEPT; from < end; from++) {
-        if (from < 0)
-            continue;
-        pthread_mutex_lock(&s->lock);
-        bool is_there = from >= s->n_added - STEPS_KEPT;
-        if (is_there)
-            *r = s->records[from % STEPS_KEPT];
-        pthread_mutex_unlock(&s->lock);
-        if (is_there)
-            render(r, out);
-    }
+    out->failed |= !r;
+    for (from = from > 0 ? from : 0; r && from < end; from++)
+        if (copy_record(s, from, r))
+            fn(r, out);
     free(r);
+}
+
+int64_t steps_render(struct steps *s, int64_t from, struct buf *out)
+{
+    int64_t end = steps_end(s);
+    each_from(s, from > end - STEPS_KEPT ? from : end - STEPS_KEPT, end, out, render);
     return end;
+}
+
+static void render_trace(const struct steps_record *r, struct buf *out)
+{
+    trace_render_step(&r->trace, out);
+}
+
+void steps_render_trace(struct steps *s, int64_t n, struct buf *out)
+{
+    int64_t end = steps_end(s);
+    trace_render_begin(out);
+    each_from(s, end - (n < STEPS_KEPT ? n : STEPS_KEPT), end, out, render_trace);
+    trace_render_end(out);
 }

@@ -1,7 +1,7 @@
-/* The feed of GET /v1/steps: what the latest steps held, for the live page.
+/* The latest steps: for the live page, as the feed of GET /v1/steps, and for GET /v1/trace.
  *
- * The engine thread adds one record a step; workers render them as server-sent events. Holds the
- * last STEPS_KEPT: a reader that falls behind misses the older ones. */
+ * The engine thread adds one record a step; workers render them, as server-sent events or as a
+ * trace. Holds the last STEPS_KEPT: a reader that falls behind misses the older ones. */
 #ifndef PREFILLD_STEPS_H
 #define PREFILLD_STEPS_H
 
@@ -12,6 +12,7 @@
 #include "buf.h"
 #include "metrics.h"
 #include "step.h"
+#include "trace.h"
 
 enum { STEPS_KEPT = 256, STEPS_PIECES = 32, STEPS_ID = 40 };
 
@@ -23,12 +24,8 @@ struct steps_piece {
 };
 
 struct steps_record {
-    int64_t number;
-    int64_t ended_us; /* monotonic */
-    int64_t us;       /* the step took */
-    float gap_us;     /* the device idled before it; negative: not known */
-    int32_t n_tokens, n_pieces;
-    struct steps_piece pieces[STEPS_PIECES]; /* the first of n_pieces */
+    struct trace_step trace;
+    struct steps_piece pieces[STEPS_PIECES]; /* the first of trace.n_pieces */
     struct metrics_pools pools;              /* behind it */
     int64_t queue_age_us; /* of the request that waits longest, behind it; 0: none waits */
 };
@@ -37,6 +34,7 @@ struct steps {
     pthread_mutex_t lock; /* a leaf: nothing else is locked under it */
     struct steps_record records[STEPS_KEPT];
     int64_t n_added;
+    int64_t ended_us;            /* of the step added last, on the device */
     void (*listener)(void *arg); /* NULL: none */
     void *listener_arg;
 };
@@ -44,7 +42,7 @@ struct steps {
 int steps_init(struct steps *s);
 void steps_fini(struct steps *s);
 
-/* Fills r from a step whose requests are still there. */
+/* Fills r's pieces from a step whose requests are still there. */
 void steps_take(struct steps_record *r, const struct step *step);
 /* fn is called by the engine thread after each record; it must not block. Before the engine
  * starts. */
@@ -55,6 +53,8 @@ void steps_add(struct steps *s, const struct steps_record *r);
 /* One event for each record from place `from` on (0: the oldest that is held), as `data: {..}` and
  * an empty line. Returns the place behind the last. Any thread. */
 int64_t steps_render(struct steps *s, int64_t from, struct buf *out);
+/* The last n steps (all that are held when there are fewer) as a trace. Any thread. */
+void steps_render_trace(struct steps *s, int64_t n, struct buf *out);
 /* The place behind the latest record. */
 int64_t steps_end(struct steps *s);
 

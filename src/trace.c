@@ -1,23 +1,11 @@
 #include "trace.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 #include "request.h"
 
 /* Rows of the picture. */
 enum { ROW_ENGINE = 1, ROW_DEVICE, ROW_KINDS };
-
-int trace_init(struct trace *t)
-{
-    memset(t, 0, sizeof(*t));
-    return pthread_mutex_init(&t->lock, NULL) == 0 ? 0 : ERR_NOMEM;
-}
-
-void trace_fini(struct trace *t)
-{
-    pthread_mutex_destroy(&t->lock);
-}
 
 void trace_start(struct trace_step *s, int64_t number, const struct batch_host *h,
                  int64_t plan_us, int64_t pack_us)
@@ -54,25 +42,21 @@ void trace_set_times(struct trace_step *s, const struct step_times *times)
 }
 
 /* Where the step lies on the host's clock. */
-static int64_t begin_on_host(const struct trace *t, const struct trace_step *s)
+static int64_t begin_on_host(const struct trace_step *s, int64_t ended_us)
 {
     if (s->device_us < 0)
         return s->launch_us;
     int64_t device_us = (int64_t)s->device_us;
-    int64_t begin = s->gap_us >= 0 ? t->ended_us + (int64_t)s->gap_us : s->launch_us;
-    if (begin < t->ended_us)
-        begin = t->ended_us;
+    int64_t begin = s->gap_us >= 0 ? ended_us + (int64_t)s->gap_us : s->launch_us;
+    if (begin < ended_us)
+        begin = ended_us;
     return begin + device_us > s->done_us ? s->done_us - device_us : begin;
 }
 
-void trace_add(struct trace *t, const struct trace_step *s)
+int64_t trace_place(struct trace_step *s, int64_t ended_us)
 {
-    pthread_mutex_lock(&t->lock);
-    struct trace_step *to = &t->steps[t->n_added++ % TRACE_STEPS];
-    *to = *s;
-    to->begun_us = begin_on_host(t, s);
-    t->ended_us = s->device_us < 0 ? s->launched_us : to->begun_us + (int64_t)s->device_us;
-    pthread_mutex_unlock(&t->lock);
+    s->begun_us = begin_on_host(s, ended_us);
+    return s->device_us < 0 ? s->launched_us : s->begun_us + (int64_t)s->device_us;
 }
 
 /* ---- rendering ---- */
@@ -102,7 +86,7 @@ static void row_name(struct buf *out, int row, const char *name)
         row == ROW_ENGINE ? "\n" : ",\n", row, name);
 }
 
-static void render_step(const struct trace_step *s, struct buf *out)
+void trace_render_step(const struct trace_step *s, struct buf *out)
 {
     plain_event(out, ROW_ENGINE, "plan", s->number, s->plan_us, s->pack_us);
     plain_event(out, ROW_ENGINE, "pack", s->number, s->pack_us, s->launch_us);
@@ -128,22 +112,15 @@ static void render_step(const struct trace_step *s, struct buf *out)
     }
 }
 
-void trace_render(struct trace *t, int64_t n, struct buf *out)
+void trace_render_begin(struct buf *out)
 {
-    /* Copied first: the engine never waits for a formatting worker. */
-    struct trace_step *steps = malloc(sizeof(t->steps));
-    pthread_mutex_lock(&t->lock);
-    int64_t end = t->n_added, held = end < TRACE_STEPS ? end : TRACE_STEPS;
-    if (steps)
-        memcpy(steps, t->steps, sizeof(t->steps));
-    pthread_mutex_unlock(&t->lock);
-    n = !steps || n < 0 ? 0 : n < held ? n : held;
     buf_adds(out, "{\"displayTimeUnit\": \"ms\", \"traceEvents\": [");
     row_name(out, ROW_ENGINE, "engine (host)");
     row_name(out, ROW_DEVICE, "device");
     row_name(out, ROW_KINDS, "device, operations summed by kind");
-    for (int64_t i = end - n; i < end; i++)
-        render_step(&steps[i % TRACE_STEPS], out);
+}
+
+void trace_render_end(struct buf *out)
+{
     buf_adds(out, "\n]}\n");
-    free(steps);
 }

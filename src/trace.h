@@ -1,20 +1,19 @@
-/* What the latest steps did and when, as a Chrome/Perfetto trace.
+/* What a step did and when, and its events of a Chrome/Perfetto trace.
  *
- * The engine thread adds one record a step, when the step has been published; workers render.
- * Holds the last TRACE_STEPS of them. Times are the host's monotonic clock. How long a step ran on
- * the device, and idled before it, comes from the device's own clock; where that lies on the
- * host's is inferred: after the step before it, or after its launch began, and not after its
- * results were there. */
+ * The engine thread fills a record a step, which steps.h keeps; workers render. Times are the
+ * host's monotonic clock. How long a step ran on the device, and idled before it, comes from the
+ * device's own clock; where that lies on the host's is inferred: after the step before it, or
+ * after its launch began, and not after its results were there. */
 #ifndef PREFILLD_TRACE_H
 #define PREFILLD_TRACE_H
 
-#include <pthread.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "backend.h"
 #include "buf.h"
 
-enum { TRACE_STEPS = 256, TRACE_KINDS = 32 };
+enum { TRACE_KINDS = 32 };
 
 /* All calls of one operation in a step. */
 struct trace_kind {
@@ -34,19 +33,8 @@ struct trace_step {
     bool is_replayed;
     int32_t n_kinds; /* while operations are traced */
     struct trace_kind kinds[TRACE_KINDS];
-    int64_t begun_us; /* trace_add's: on the device */
+    int64_t begun_us; /* trace_place's: on the device */
 };
-
-struct trace {
-    pthread_mutex_t lock; /* a leaf: nothing else is locked under it */
-    struct trace_step steps[TRACE_STEPS];
-    int64_t n_added;
-    int64_t ended_us; /* of the step added last, on the device */
-};
-
-/* A zeroed trace may be ended, too. */
-int trace_init(struct trace *t);
-void trace_fini(struct trace *t);
 
 /* A step was planned and packed, and is launched now. */
 void trace_start(struct trace_step *s, int64_t number, const struct batch_host *h,
@@ -54,9 +42,12 @@ void trace_start(struct trace_step *s, int64_t number, const struct batch_host *
 
 /* Fills s's device times from the backend's; spans are summed by name. */
 void trace_set_times(struct trace_step *s, const struct step_times *times);
-/* Engine thread. */
-void trace_add(struct trace *t, const struct trace_step *s);
-/* {"traceEvents": [...]} of the last n steps (all that are held when there are fewer). */
-void trace_render(struct trace *t, int64_t n, struct buf *out);
+/* Sets begun_us; ended_us: of the step before on the device, or 0. Returns this one's. */
+int64_t trace_place(struct trace_step *s, int64_t ended_us);
+
+/* {"traceEvents": [...]}: a begin, the steps in order, an end. */
+void trace_render_begin(struct buf *out);
+void trace_render_step(const struct trace_step *s, struct buf *out);
+void trace_render_end(struct buf *out);
 
 #endif

@@ -351,7 +351,8 @@ static void test_steps_readers(void)
 {
     struct server *s = server_start(NULL);
     static struct steps steps;
-    struct steps_record record = {.n_tokens = 3, .n_pieces = 1, .pieces = {{.id = "x"}}};
+    struct steps_record record = {.trace = {.n_tokens = 3, .n_pieces = 1},
+                                  .pieces = {{.id = "x"}}};
     pthread_t threads[READERS];
     struct reader readers[READERS];
     steps_init(&steps);
@@ -363,7 +364,7 @@ static void test_steps_readers(void)
         pthread_create(&threads[i], NULL, reader_main, &readers[i]);
     }
     for (int i = 0; i < 4000; i++) {
-        record.number = i;
+        record.trace.number = i;
         steps_add(&steps, &record);
         if (i % 16 == 0)
             client_sleep_ms(1);

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "leaks.h"
-#include "trace.h"
+#include "steps.h"
 
 /* Step i: planned at 1000 i, 800 us on the device, 2 us after the one before. */
 static struct trace_step step_at(int64_t i)
@@ -24,12 +24,18 @@ static struct trace_step step_at(int64_t i)
     return s;
 }
 
-static json_t *render(struct trace *t, int64_t n)
+static void add(struct steps *s, const struct trace_step *t)
+{
+    struct steps_record r = {.trace = *t};
+    steps_add(s, &r);
+}
+
+static json_t *render(struct steps *t, int64_t n)
 {
     struct buf b;
     json_error_t e;
     buf_init(&b);
-    trace_render(t, n, &b);
+    steps_render_trace(t, n, &b);
     json_t *root = json_loadb(b.data, b.len, 0, &e);
     cr_assert_not_null(root, "%s", e.text);
     buf_fini(&b);
@@ -58,42 +64,42 @@ static double number(json_t *e, const char *key)
 
 Test(trace, empty_is_valid)
 {
-    struct trace t;
-    cr_assert(trace_init(&t) == 0);
+    static struct steps t;
+    cr_assert(steps_init(&t) == 0);
     json_t *events = render(&t, 10);
     cr_assert(json_array_size(events) == 3, "the names of the rows");
     json_decref(events);
-    trace_fini(&t);
+    steps_fini(&t);
 }
 
 Test(trace, gives_the_last_steps_of_the_ring)
 {
-    static struct trace t;
-    cr_assert(trace_init(&t) == 0);
-    for (int64_t i = 1; i <= TRACE_STEPS + 44; i++) {
+    static struct steps t;
+    cr_assert(steps_init(&t) == 0);
+    for (int64_t i = 1; i <= STEPS_KEPT + 44; i++) {
         struct trace_step s = step_at(i);
-        trace_add(&t, &s);
+        add(&t, &s);
     }
     json_t *events = render(&t, 3);
     json_t *first = find(events, "plan", 0);
-    cr_assert(number(json_object_get(first, "args"), "step") == TRACE_STEPS + 42);
+    cr_assert(number(json_object_get(first, "args"), "step") == STEPS_KEPT + 42);
     cr_assert_not_null(find(events, "plan", 2));
     cr_assert_null(find(events, "plan", 3));
     json_decref(events);
     events = render(&t, 1000000);
-    cr_assert_not_null(find(events, "plan", TRACE_STEPS - 1));
-    cr_assert_null(find(events, "plan", TRACE_STEPS));
+    cr_assert_not_null(find(events, "plan", STEPS_KEPT - 1));
+    cr_assert_null(find(events, "plan", STEPS_KEPT));
     json_decref(events);
-    trace_fini(&t);
+    steps_fini(&t);
 }
 
 Test(trace, device_times_follow_one_another)
 {
-    static struct trace t;
-    cr_assert(trace_init(&t) == 0);
+    static struct steps t;
+    cr_assert(steps_init(&t) == 0);
     for (int64_t i = 1; i <= 3; i++) {
         struct trace_step s = step_at(i);
-        trace_add(&t, &s);
+        add(&t, &s);
     }
     json_t *events = render(&t, 3);
     double end = 1020;
@@ -106,33 +112,33 @@ Test(trace, device_times_follow_one_another)
         end = number(e, "ts") + 800;
     }
     json_decref(events);
-    trace_fini(&t);
+    steps_fini(&t);
 }
 
 Test(trace, a_step_ends_before_its_results_are_seen)
 {
-    static struct trace t;
-    cr_assert(trace_init(&t) == 0);
+    static struct steps t;
+    cr_assert(steps_init(&t) == 0);
     struct trace_step s = step_at(1);
     s.device_us = 3000;
-    trace_add(&t, &s);
+    add(&t, &s);
     json_t *events = render(&t, 1);
     cr_assert(number(find(events, "step", 0), "ts") == 3500 - 3000);
     json_decref(events);
-    trace_fini(&t);
+    steps_fini(&t);
 }
 
 Test(trace, sums_operations_by_kind)
 {
-    static struct trace t;
-    cr_assert(trace_init(&t) == 0);
+    static struct steps t;
+    cr_assert(steps_init(&t) == 0);
     struct step_span spans[] = {
         {.name = "matmul", .us = 5}, {.name = "attn", .us = 7}, {.name = "matmul", .us = 6}};
     struct step_times times = {
         .gap_us = -1, .device_us = 18, .is_replayed = true, .n_spans = 3, .spans = spans};
     struct trace_step s = step_at(1);
     trace_set_times(&s, &times);
-    trace_add(&t, &s);
+    add(&t, &s);
     json_t *events = render(&t, 1), *matmul = find(events, "matmul", 0);
     cr_assert(number(matmul, "dur") == 11);
     cr_assert(number(json_object_get(matmul, "args"), "calls") == 2);
@@ -141,5 +147,5 @@ Test(trace, sums_operations_by_kind)
     cr_assert(!json_object_get(step, "gap_us") &&
               json_is_true(json_object_get(step, "replayed")));
     json_decref(events);
-    trace_fini(&t);
+    steps_fini(&t);
 }

@@ -225,7 +225,7 @@ static void save_trace(struct fixture *f, const char *name)
         return;
     snprintf(path, sizeof(path), "%s/%s.json", dir, name);
     buf_init(&text);
-    trace_render(engine_trace(f->engine), 16, &text);
+    steps_render_trace(engine_feed(f->engine), 16, &text);
     FILE *out = fopen(path, "w");
     if (!out || fwrite(text.data, 1, text.len, out) != text.len || fclose(out) != 0)
         printf("FAIL %s is not written\n", path);
