@@ -37,6 +37,9 @@ static const struct route routes[] = {
     {"GET", "/v1/models/", false, false, api_model},
     {"GET", "/v1/trace", false, false, api_trace},
     {"GET", "/v1/steps", false, false, api_steps},
+    {"GET", "/v1/sessions", false, false, api_sessions},
+    {"GET", "/v1/sessions/", false, false, api_session},
+    {"DELETE", "/v1/sessions/", false, false, api_session_delete},
     {"POST", "/v1/debug/stall", false, false, api_stall},
     {"GET", "/", true, false, api_page},
     {"GET", "/health", true, false, api_health},
@@ -49,16 +52,12 @@ static const struct route routes[] = {
 };
 
 /* A path but "/" that ends in a slash stands for all that begin with it, and have more. */
-static const struct route *find_route(const char *path)
+static bool takes_path(const struct route *r, const char *path)
 {
-    for (size_t i = 0; i < sizeof(routes) / sizeof(routes[0]); i++) {
-        const char *p = routes[i].path;
-        size_t len = strlen(p);
-        bool takes_more = len > 1 && p[len - 1] == '/';
-        if (takes_more ? strncmp(p, path, len) == 0 && path[len] : strcmp(p, path) == 0)
-            return &routes[i];
-    }
-    return NULL;
+    size_t len = strlen(r->path);
+    bool takes_more = len > 1 && r->path[len - 1] == '/';
+    return takes_more ? strncmp(r->path, path, len) == 0 && path[len]
+                      : strcmp(r->path, path) == 0;
 }
 
 static bool takes_method(const struct route *r, const char *method)
@@ -67,10 +66,36 @@ static bool takes_method(const struct route *r, const char *method)
            (strcmp(r->method, "GET") == 0 && strcmp(method, "HEAD") == 0);
 }
 
+/* The call of this path and method; of another method when there is none; NULL: no such path. */
+static const struct route *find_route(const char *path, const char *method)
+{
+    const struct route *other = NULL;
+    for (size_t i = 0; i < sizeof(routes) / sizeof(routes[0]); i++) {
+        if (!takes_path(&routes[i], path))
+            continue;
+        if (takes_method(&routes[i], method))
+            return &routes[i];
+        other = other ? other : &routes[i];
+    }
+    return other;
+}
+
+/* What Allow says of the path. */
+static void list_methods(const char *path, char out[64])
+{
+    out[0] = '\0';
+    for (size_t i = 0; i < sizeof(routes) / sizeof(routes[0]); i++) {
+        if (!takes_path(&routes[i], path))
+            continue;
+        strcat(out, out[0] ? ", " : "");
+        strcat(out, strcmp(routes[i].method, "GET") == 0 ? "GET, HEAD" : routes[i].method);
+    }
+}
+
 /* Does x's end count in the metrics? */
 static bool is_counted(const struct exchange *x)
 {
-    const struct route *r = find_route(exchange_path(x));
+    const struct route *r = find_route(exchange_path(x), exchange_method(x));
     return r && r->counts && strcmp(exchange_method(x), "POST") == 0;
 }
 
@@ -140,7 +165,7 @@ void api_error(struct api *a, struct exchange *x, int status, const char *param,
 
 int api_status_of(int rc)
 {
-    return rc == ERR_NOMEM ? 500 : rc == ERR_NOT_FOUND ? 404 : 400;
+    return rc == ERR_NOMEM ? 500 : rc == ERR_NOT_FOUND ? 404 : rc == ERR_FULL ? 409 : 400;
 }
 
 void api_bad_body(struct api *a, struct exchange *x, int rc, const struct json_error *e)
@@ -255,13 +280,15 @@ void api_admit(void *arg, struct exchange *x)
 {
     struct api *a = arg;
     const char *message;
-    const struct route *r = find_route(exchange_path(x));
+    const struct route *r = find_route(exchange_path(x), exchange_method(x));
     int status = refusal(a, x, r, &message);
     if (status == 0)
         return;
-    if (status == 405)
-        exchange_add_header(x, "Allow",
-                            strcmp(r->method, "GET") == 0 ? "GET, HEAD" : r->method);
+    if (status == 405) {
+        char methods[64];
+        list_methods(exchange_path(x), methods);
+        exchange_add_header(x, "Allow", methods);
+    }
     if (is_counted(x))
         api_count_refused(a, x, status);
     api_error(a, x, status, NULL, message);
@@ -279,7 +306,7 @@ void api_handle(void *arg, struct exchange *x)
 {
     struct api *a = arg;
     /* There is one: api_admit has looked. */
-    const struct route *r = find_route(exchange_path(x));
+    const struct route *r = find_route(exchange_path(x), exchange_method(x));
     log_debug("id=%s call=%s", exchange_id(x), r->path);
     if (atomic_load(&a->phase) == PHASE_DRAINING)
         exchange_set_close(x);

@@ -14,6 +14,7 @@
 #include "http.h"
 #include "metrics.h"
 #include "queue.h"
+#include "session.h"
 #include "steps.h"
 #include "tokenizer.h"
 
@@ -50,7 +51,9 @@ struct api {
     int32_t max_prompt_tokens; /* what is accepted */
     int32_t max_adjust;        /* of one request, among those a step may have; 0: any number */
     int32_t page_tokens;
-    bool prefix_cache; /* calls may share what their prompts begin with */
+    struct sessions *sessions;
+    int32_t session_ttl_s; /* of those that do not say */
+    bool prefix_cache;     /* calls may share what their prompts begin with */
     int64_t started_unix_s;
 
     struct api_keys *_Atomic keys; /* owned; api_read_keys puts another set in front */

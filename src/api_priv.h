@@ -15,7 +15,7 @@ void api_reply(struct exchange *x, int status, struct buf *body);
 /* param and message as in api_error_write. 503 and 429 get Retry-After, 401 WWW-Authenticate. */
 void api_error(struct api *a, struct exchange *x, int status, const char *param,
                const char *message);
-/* The status for an error of reading a body: 400, 404 or 500. */
+/* The status for an error of reading a body: 400, 404, 409 (ERR_FULL) or 500. */
 int api_status_of(int rc);
 /* The answer to a body that was refused with rc and e. */
 void api_bad_body(struct api *a, struct exchange *x, int rc, const struct json_error *e);
@@ -48,6 +48,9 @@ void api_metrics(struct api *a, struct exchange *x);
 void api_page(struct api *a, struct exchange *x);
 void api_trace(struct api *a, struct exchange *x);
 void api_stall(struct api *a, struct exchange *x);
-void api_steps(struct api *a, struct exchange *x); /* api_steps.c */
+void api_steps(struct api *a, struct exchange *x);    /* api_steps.c */
+void api_sessions(struct api *a, struct exchange *x); /* api_sessions.c */
+void api_session(struct api *a, struct exchange *x);
+void api_session_delete(struct api *a, struct exchange *x);
 
 #endif

@@ -122,7 +122,8 @@ struct batch {
     struct chunk_map map;
 };
 
-/* A state slot that becomes a copy of another, in every GDN layer. */
+/* A state slot that becomes a copy of another, in every GDN layer; or a page, in every attention
+ * layer. */
 struct slot_copy {
     int32_t from, to;
 };
@@ -139,8 +140,9 @@ struct batch_host {
     bool may_pad; /* the counts of the batch may be rounded up (not n_rows): buffers of the
                      caller have room for the limits' max_tokens, and what is computed in rows
                      beyond n_tokens means nothing */
-    int32_t n_copies_in, n_copies_out;
+    int32_t n_copies_in, n_copies_out, n_page_copies;
     const struct slot_copy *copies_in, *copies_out; /* [n_copies_in], [n_copies_out] */
+    const struct slot_copy *page_copies;            /* [n_page_copies], beside copies_in */
 };
 
 /* What the head gives for one row. Unused candidates have id -1. */
@@ -454,6 +456,9 @@ struct backend_ops {
      * call; no slot in it is written that another of them reads or writes. */
     void (*state_copy)(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
                        const struct slot_copy *copies, int32_t n);
+    /* The same for pages. */
+    void (*page_copy)(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
+                      const struct slot_copy *copies, int32_t n);
     /* Fills a freed slot or page with NaN, enqueued; debug builds and wiping after a fault. */
     void (*state_poison)(struct backend *b, const struct gdn_dims *d,
                          const struct state_pool *p, int32_t slot);

@@ -69,6 +69,8 @@ const struct option conf_options[] = {
      "tokens a prompt computes until its state is kept for others, at its end, too"},
     {"prefix-cache-share", "SHARE", "0.5", KIND_SHARE, AT(prefix_cache_share), 1, 1000, 0, NULL,
      "share of each pool that kept states may take; running requests may take it back"},
+    {"session-ttl-s", "N", "3600", KIND_I32, AT(session_ttl_s), 1, 30 * DAY_S, 0, NULL,
+     "seconds that a session stays unused, where its request does not say"},
     {"cpu-threads", "N", "0", KIND_I32, AT(cpu_threads), 0, 1024, 0, NULL,
      "threads of the cpu backend; 0: one for each CPU"},
     {"cuda-device", "N", "0", KIND_I32, AT(cuda_device), 0, 1023, 0, NULL,
@@ -87,9 +89,11 @@ const struct option conf_options[] = {
     {"api-key-scope", "NAME", "calls", KIND_CHOICE, AT(api_key_scope), 0, 0, 0, scope_choices,
      "what needs a key: /v1/ and all that compute, or also /metrics and the rest"},
     {"max-key-requests", "N", "0", KIND_I64, AT(max_key_requests), 0, 1 << 20, 0, NULL,
-     "requests that one key may have queued and running; one more is answered 429; 0: any number"},
+     "requests that one key may have queued and running; one more is answered 429; 0: any "
+     "number"},
     {"max-key-tokens", "N", "0", KIND_I64, AT(max_key_tokens), 0, 1ll << 40, 0, NULL,
-     "prompt tokens that one key may have queued and running; more is answered 429; 0: any number"},
+     "prompt tokens that one key may have queued and running; more is answered 429; 0: any "
+     "number"},
     {"workers", "N", "2", KIND_I32, AT(workers), 1, 256, 0, NULL,
      "threads that parse, tokenize and format"},
     {"max-body-bytes", "SIZE", "64M", KIND_BYTES, AT(max_body_bytes), 1, 16 * GIB, 0, NULL,

@@ -45,6 +45,7 @@ struct conf {
     int32_t prefix_cache; /* 0, 1 */
     int32_t checkpoint_tokens;
     int32_t prefix_cache_share; /* thousandths of each pool */
+    int32_t session_ttl_s;
     int32_t cpu_threads;
     int32_t cuda_device;
     int32_t max_decode_share; /* thousandths of max_seqs */

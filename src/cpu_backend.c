@@ -383,6 +383,7 @@ const struct backend_ops backend_cpu_ops = {
     .kv_read = cpu_kv_read,
     .kv_write = cpu_kv_write,
     .state_copy = cpu_state_copy,
+    .page_copy = cpu_page_copy,
     .state_poison = cpu_state_poison,
     .page_poison = cpu_page_poison,
 };

@@ -125,6 +125,8 @@ int cpu_kv_write(struct backend *b, const struct attn_dims *d, const struct kv_p
                  const int32_t *pages, int32_t n_tokens, const float *k, const float *v);
 void cpu_state_copy(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
                     const struct slot_copy *copies, int32_t n);
+void cpu_page_copy(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
+                   const struct slot_copy *copies, int32_t n);
 void cpu_state_poison(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
                       int32_t slot);
 void cpu_page_poison(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,

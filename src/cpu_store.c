@@ -167,6 +167,18 @@ void cpu_state_copy(struct backend *b, const struct gdn_dims *d, const struct st
     }
 }
 
+void cpu_page_copy(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
+                   const struct slot_copy *copies, int32_t n)
+{
+    (void)b;
+    size_t elems = page_elems(d, p->page_tokens), bytes = elems * sizeof(float);
+    float *k = p->k, *v = p->v;
+    for (int32_t i = 0; i < n; i++) {
+        memcpy(k + (size_t)copies[i].to * elems, k + (size_t)copies[i].from * elems, bytes);
+        memcpy(v + (size_t)copies[i].to * elems, v + (size_t)copies[i].from * elems, bytes);
+    }
+}
+
 static void fill_nan(float *p, size_t n)
 {
     for (size_t i = 0; i < n; i++)

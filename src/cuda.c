@@ -268,6 +268,7 @@ const struct backend_ops backend_cuda_ops = {
     .kv_read = cuda_kv_read,
     .kv_write = cuda_kv_write,
     .state_copy = cuda_state_copy,
+    .page_copy = cuda_page_copy,
     .state_poison = cuda_state_poison,
     .page_poison = cuda_page_poison,
 };

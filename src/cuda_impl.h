@@ -278,6 +278,8 @@ int cuda_kv_write(struct backend *b, const struct attn_dims *d, const struct kv_
                   const int32_t *pages, int32_t n_tokens, const float *k, const float *v);
 void cuda_state_copy(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
                      const struct slot_copy *copies, int32_t n);
+void cuda_page_copy(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
+                    const struct slot_copy *copies, int32_t n);
 void cuda_state_poison(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
                        int32_t slot);
 void cuda_page_poison(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,

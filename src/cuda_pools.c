@@ -300,8 +300,9 @@ int cuda_kv_write(struct backend *b, const struct attn_dims *d, const struct kv_
 
 /* ---- copies within a step ---- */
 
-void cuda_state_copy(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
-                     const struct slot_copy *copies, int32_t n)
+/* Entries of two pools, as two parts of the same thing. */
+static void copy_entries(struct backend *b, const char *what, void *const pools[2],
+                         const size_t bytes[2], const struct slot_copy *copies, int32_t n)
 {
     struct cuda_impl *impl = cuda_impl_of(b);
     for (int32_t at = 0; at < n; at += K_COPY_MAX) {
@@ -310,13 +311,27 @@ void cuda_state_copy(struct backend *b, const struct gdn_dims *d, const struct s
             k.from[i] = copies[at + i].from;
             k.to[i] = copies[at + i].to;
         }
-        k.pool = p->S;
-        k.slot_bytes = (int64_t)(state_elems(d) * sizeof(float));
-        cuda_note(b, "state_copy", k_copy_slots(&k, impl->stream));
-        k.pool = p->conv;
-        k.slot_bytes = (int64_t)conv_elems(d) * 2;
-        cuda_note(b, "state_copy", k_copy_slots(&k, impl->stream));
+        for (int i = 0; i < 2; i++) {
+            k.pool = pools[i];
+            k.slot_bytes = (int64_t)bytes[i];
+            cuda_note(b, what, k_copy_slots(&k, impl->stream));
+        }
     }
+}
+
+void cuda_state_copy(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
+                     const struct slot_copy *copies, int32_t n)
+{
+    const size_t bytes[2] = {state_elems(d) * sizeof(float), conv_elems(d) * 2};
+    copy_entries(b, "state_copy", (void *const[2]){p->S, p->conv}, bytes, copies, n);
+}
+
+void cuda_page_copy(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
+                    const struct slot_copy *copies, int32_t n)
+{
+    const size_t page = page_elems(d, p->page_tokens) * 2;
+    const size_t bytes[2] = {page, page};
+    copy_entries(b, "page_copy", (void *const[2]){p->k, p->v}, bytes, copies, n);
 }
 
 /* ---- poison ---- */

@@ -32,6 +32,7 @@ int engine_open(const struct engine_config *c, struct model *model, struct queue
     en->queue = queue;
     en->metrics = metrics;
     en->rate = rate_start(sizes->o.max_step_tokens);
+    en->sessions = c->sessions;
     en->shuffle = c->shuffle;
     en->shuffle_state = c->shuffle_seed;
     struct sched_config sc = {.policy = c->policy,
@@ -196,7 +197,7 @@ static bool engine_launch(struct engine *en)
 {
     struct sched_room room = {.now_us = request_now_us(),
                               .rate_tokens_per_us = rate_tokens_per_us(&en->rate, UNKNOWN_RATE),
-                              .n_free_slots = en->slots.n_free + en->prefix.n_ranked,
+                              .n_free_slots = en->slots.n_free + en->slots.n_cached,
                               .n_free_pages = en->pages.n_free + en->pages.n_cached,
                               .admit = engine_try_admit,
                               .arg = en};
@@ -212,6 +213,8 @@ static bool engine_launch(struct engine *en)
         struct request *r = engine_request_of(p->item);
         if (p->is_first && r->copy_from >= 0)
             step_copy_in(s, r->copy_from, r->slot);
+        if (p->is_first && r->copy_page >= 0)
+            step_copy_page(s, r->copy_page, r->pages[p->start / en->pages.page_tokens]);
         if (r->started_us == 0)
             r->started_us = planned_us;
         r->n_in_flight++;
@@ -379,6 +382,7 @@ bool engine_turn(struct engine *en)
     engine_take(en, 0);
     engine_end_cancelled(en);
     engine_end_expired(en);
+    engine_session_tick(en);
     bool is_launched = en->n_in_flight < STEPS_IN_FLIGHT && !en->is_lost && engine_launch(en);
     if (en->n_in_flight > 0)
         engine_collect(en, en->n_in_flight == STEPS_IN_FLIGHT);

@@ -13,6 +13,7 @@
 #include "metrics.h"
 #include "model.h"
 #include "queue.h"
+#include "session.h"
 #include "steps.h"
 
 struct engine_config {
@@ -24,6 +25,7 @@ struct engine_config {
     int32_t checkpoint_tokens;
     int32_t min_shared_tokens; /* that it must save to cut a prompt where others part; 0: 256 */
     int32_t cache_share;       /* thousandths of each pool that kept states may take; 0: 500 */
+    struct sessions *sessions; /* borrowed; NULL: none are kept */
     bool shuffle;              /* tests: hand out slots and pages in random order */
     uint64_t shuffle_seed;
 };

@@ -28,17 +28,18 @@ static void engine_shuffle(struct engine *en)
     }
 }
 
-void engine_admit(struct engine *en, struct request *r, struct prefix_node *hit)
+void engine_admit(struct engine *en, struct request *r, const struct engine_start *at)
 {
     if (en->shuffle)
         engine_shuffle(en);
-    int32_t n_shared = hit ? hit->n_pages : 0;
+    int32_t n_shared = at->n_shared;
     for (int32_t i = 0; i < n_shared; i++) {
-        r->pages[i] = hit->pages[i];
+        r->pages[i] = at->pages[i];
         pages_hold(&en->pages, r->pages[i]);
     }
-    r->copy_from = hit ? hit->slot : -1;
-    r->n_cached = r->n_computed = hit ? hit->depth : 0;
+    r->copy_from = at->slot;
+    r->copy_page = at->copy_page;
+    r->n_cached = r->n_computed = at->depth;
     r->slot = slots_alloc(&en->slots);
     int rc = pages_alloc(&en->pages, r->n_all_pages - n_shared, r->pages + n_shared);
     if (r->slot < 0 || rc != 0) {
@@ -58,9 +59,11 @@ static void engine_release(struct engine *en, struct request *r, bool wipe)
 {
     if (r->slot < 0)
         return;
-    if (PREFILLD_POISON || wipe)
-        model_poison_slot(en->model, r->slot);
-    slots_free(&en->slots, r->slot);
+    if (!engine_session_keep(en, r)) {
+        if (PREFILLD_POISON || wipe)
+            model_poison_slot(en->model, r->slot);
+        slots_free(&en->slots, r->slot);
+    }
     r->slot = -1;
     for (int32_t i = 0; i < r->n_pages; i++) {
         bool is_freed;
@@ -129,6 +132,7 @@ void engine_end_request(struct engine *en, struct request *r, enum outcome outco
     if (r->n_in_flight > 0)
         return;
     engine_release(en, r, r->outcome == OUTCOME_ERROR);
+    engine_session_leave(en, r);
     engine_prefix_trim(en);
     engine_unlink(en, r);
     r->ended_us = request_now_us();

@@ -24,6 +24,7 @@ struct engine {
     struct slots slots;
     struct pages pages;
     struct prefix prefix;
+    struct sessions *sessions;
     int32_t checkpoint_tokens, min_shared_tokens;
     int32_t max_cached_slots, max_cached_pages;
     struct step steps[STEPS_IN_FLIGHT];
@@ -57,14 +58,38 @@ static inline struct request *engine_request_of(struct sched_item *item)
     return (struct request *)((char *)item - offsetof(struct request, item));
 }
 
-/* Takes a slot and pages for r, which are free; it begins at hit (NULL: at its start). */
-void engine_admit(struct engine *en, struct request *r, struct prefix_node *hit);
+/* Where a request begins: behind depth tokens, at a copy of slot, sharing n_shared whole pages, its
+ * next page being a copy of copy_page. */
+struct engine_start {
+    int32_t depth, slot; /* slot -1: none, depth 0 */
+    const int32_t *pages;
+    int32_t n_shared;
+    int32_t copy_page; /* -1: none */
+};
+
+/* Takes a slot and pages for r, which are free; it begins at `at`. */
+void engine_admit(struct engine *en, struct request *r, const struct engine_start *at);
 void engine_publish_metrics(struct engine *en);
 /* Ends r, from whatever state it is in: takes it out of the scheduler, gives back all it holds,
  * hands it to its owner. With pieces in flight the rest happens when the last of them ends. */
 void engine_end_request(struct engine *en, struct request *r, enum outcome outcome,
                         const char *why);
 void engine_end_all(struct engine *en, const char *why);
+
+/* ---- engine_session.c: what sessions hold ---- */
+
+/* Where r begins as its session says; depth 0 when it has none, or its state went. */
+struct engine_start engine_session_start(const struct engine *en, const struct request *r);
+/* Gives back what deleted and expired ones held. */
+void engine_session_tick(struct engine *en);
+/* Gives up the one that was not used for longest; with_used: also one that requests wait to begin
+ * at, which then begin at their start. False: there is none. */
+bool engine_session_evict(struct engine *en, bool with_used);
+/* r has ended well: the session that is to keep its end takes its slot and shares its pages. False:
+ * it does not, and r has them still. */
+bool engine_session_keep(struct engine *en, struct request *r);
+/* r has ended: its sessions are free for others. */
+void engine_session_leave(struct engine *en, struct request *r);
 
 /* ---- engine_prefix.c: what prompts share ---- */
 

@@ -29,11 +29,29 @@ int engine_prefix_open(struct engine *en, const struct engine_config *c)
 
 /* ---- what a request takes ---- */
 
-/* v NULL: at its start. */
-static void begin_at(struct engine *en, struct request *r, const struct prefix_node *v)
+/* hit NULL: no kept prefix. */
+static struct engine_start start_of(const struct engine *en, const struct request *r,
+                                    const struct prefix_node *hit)
 {
-    r->item.n_planned = v ? v->depth : 0;
-    r->item.n_pages = r->n_all_pages - r->item.n_planned / en->pages.page_tokens;
+    if (!hit)
+        return engine_session_start(en, r);
+    return (struct engine_start){.depth = hit->depth,
+                                 .slot = hit->slot,
+                                 .pages = hit->pages,
+                                 .n_shared = hit->n_pages,
+                                 .copy_page = -1};
+}
+
+static void begin_at(struct request *r, const struct engine_start *at)
+{
+    r->item.n_planned = at->depth;
+    r->item.n_pages = r->n_all_pages - at->n_shared;
+}
+
+static void begin_at_nearest(struct engine *en, struct request *r)
+{
+    struct engine_start at = start_of(en, r, r->path ? prefix_nearest(r->use) : NULL);
+    begin_at(r, &at);
 }
 
 void engine_prefix_enter(struct engine *en, struct request *r)
@@ -44,7 +62,8 @@ void engine_prefix_enter(struct engine *en, struct request *r)
         n_use = r->logprobs_from > 1 ? r->logprobs_from - 1 : 0;
     if (r->shares_once)
         n_end = n_use;
-    if (!r->shares || n_end < P)
+    begin_at_nearest(en, r);
+    if (!r->shares || r->source || n_end < P)
         return;
     r->path = prefix_insert(&en->prefix, r->share_key, r->n_share_key, r->ids, n_end);
     r->use = r->path ? prefix_above(&en->prefix, r->path, n_use - n_use % P) : NULL;
@@ -54,7 +73,7 @@ void engine_prefix_enter(struct engine *en, struct request *r)
         return;
     }
     prefix_add_user(r->use, 1);
-    begin_at(en, r, prefix_nearest(r->use));
+    begin_at_nearest(en, r);
 }
 
 /* ---- a node's state ---- */
@@ -114,7 +133,7 @@ static void unpark(struct engine *en, struct prefix_node *v)
             r->wanted = v;
             v->n_wanted++;
         }
-        begin_at(en, r, prefix_nearest(r->use));
+        begin_at_nearest(en, r);
         sched_unpark(en->sched, &r->item);
     }
 }
@@ -186,29 +205,36 @@ static bool evict(struct engine *en, const struct prefix_node *except)
     return v != NULL;
 }
 
-/* Pages that are free or would be if all states but hit's were evicted. */
-static int32_t pages_in_reach(const struct engine *en, const struct prefix_node *hit)
+/* Pages that are free or would be if all that is kept were evicted, but for those of `at`. */
+static int32_t pages_in_reach(const struct engine *en, const struct engine_start *at)
 {
     int32_t n = en->pages.n_free + en->pages.n_cached;
-    for (int32_t i = 0; hit && i < hit->n_pages; i++)
-        n -= en->pages.held_refs[hit->pages[i]] == 0;
+    for (int32_t i = 0; i < at->n_shared; i++)
+        n -= en->pages.held_refs[at->pages[i]] == 0;
     return n;
 }
 
-/* Evicts until r, which begins at *hit (NULL: at its start), has a slot and its pages. When nothing
- * else could make room *hit is given up, too, and is then another. */
+/* Evicts until r, which begins at *hit (NULL: elsewhere), has a slot and its pages. When nothing
+ * else could make room *hit is given up, too, and is then another, and so is a session. */
 static bool make_room(struct engine *en, struct request *r, struct prefix_node **hit)
 {
     for (;;) {
-        int32_t own = r->n_all_pages - (*hit ? (*hit)->n_pages : 0);
+        struct engine_start at = start_of(en, r, *hit);
+        int32_t own = r->n_all_pages - at.n_shared;
+        begin_at(r, &at);
         if (en->slots.n_free > 0 && en->pages.n_free >= own)
             return true;
-        if (pages_in_reach(en, *hit) >= own && evict(en, *hit))
+        if (pages_in_reach(en, &at) >= own &&
+            (evict(en, *hit) || engine_session_evict(en, false)))
             continue;
-        if (!*hit || en->n_admitted > 0)
+        if (en->n_admitted > 0)
             return false;
-        drop_for_room(en, *hit);
-        *hit = prefix_nearest(r->use);
+        if (*hit) {
+            drop_for_room(en, *hit);
+            *hit = prefix_nearest(r->use);
+        } else if (!engine_session_evict(en, true)) {
+            return false;
+        }
     }
 }
 
@@ -305,11 +331,10 @@ enum sched_answer engine_try_admit(void *arg, struct sched_item *item)
     struct prefix_node *hit = r->path ? prefix_nearest(r->use) : NULL;
     if (r->path && park(en, r, hit ? hit->depth : 0))
         return SCHED_PARK;
-    bool has_room = make_room(en, r, &hit);
-    begin_at(en, r, hit);
-    if (!has_room)
+    if (!make_room(en, r, &hit))
         return SCHED_NO_ROOM;
-    engine_admit(en, r, hit);
+    struct engine_start at = start_of(en, r, hit);
+    engine_admit(en, r, &at);
     if (!r->path)
         return SCHED_ADMIT;
     atomic_fetch_add(&en->metrics->prefix_queries, 1);

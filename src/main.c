@@ -42,6 +42,7 @@ struct server {
     struct model *model;
     struct queue *queue;
     struct engine *engine;
+    struct sessions *sessions;
     struct api api;
     char model_id[PATH_MAX];
     int64_t progress_logged_us;
@@ -315,12 +316,18 @@ static int server_open_model(struct server *s, struct errmsg *e)
     double seconds = (double)(request_now_us() - from_us) / 1e6;
     log_info("event=loaded seconds=%.2f gb_per_s=%.2f", seconds,
              (double)s->sizes.weights_bytes / 1e9 / seconds);
+    rc = sessions_open(&s->sessions);
+    if (rc != 0)
+        return errmsg_set(e, rc, "no memory for the table of sessions");
+    s->api.sessions = s->sessions;
     int64_t max_decodes = (int64_t)s->conf.max_seqs * s->conf.max_decode_share / 1000;
     struct engine_config c = {.policy = s->conf.policy,
                               .max_waiting = s->conf.queue_length,
                               .max_decodes = max_decodes > 1 ? (int32_t)max_decodes : 1,
                               .checkpoint_tokens = s->conf.checkpoint_tokens,
-                              .cache_share = s->conf.prefix_cache_share};
+                              .cache_share = s->conf.prefix_cache_share,
+                              .sessions = s->sessions};
+    s->api.session_ttl_s = s->conf.session_ttl_s;
     s->api.prefix_cache = s->conf.prefix_cache;
     rc = queue_open(s->conf.queue_length, &s->queue);
     if (rc != 0)
@@ -463,6 +470,7 @@ static void server_close(struct server *s)
     if (s->work)
         work_close(s->work);
     engine_close(s->engine);
+    sessions_close(s->sessions);
     queue_close(s->queue);
     model_close(s->model);
     if (s->backend.impl)

@@ -298,6 +298,8 @@ int model_launch(struct model *m, const struct batch_host *h, struct row_result 
     if (rc != 0)
         return rc;
     model_copy_slots(m, h->copies_in, h->n_copies_in);
+    for (int32_t i = 0; h->n_page_copies > 0 && i < m->a->n_attn; i++)
+        ops->page_copy(m->b, &m->ad, &m->kvs[i], h->page_copies, h->n_page_copies);
     bool is_whole = model_run_layers(m, &b, host.may_pad);
     struct row_result *rows = m->scratch[SCRATCH_ROWS];
     if (is_whole)

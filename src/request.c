@@ -54,7 +54,7 @@ struct request *request_new(int32_t *ids, int32_t n_ids, enum logprobs_mode mode
     r->item.n_tokens = n_ids;
     r->item.n_pages = (n_ids - 1) / page_tokens + 1;
     r->item.i_entry = -1;
-    r->slot = r->copy_from = -1;
+    r->slot = r->copy_from = r->copy_page = -1;
     for (int32_t i = 0; i < TOP_MAX; i++)
         r->next_top[i].id = -1;
     if (alloc_answer(r)) {

@@ -44,6 +44,7 @@ struct request_piece {
 enum finish { FINISH_LENGTH, FINISH_STOP };
 
 struct prefix_node;
+struct session;
 
 struct request {
     atomic_int refs;
@@ -62,7 +63,14 @@ struct request {
     /* Whether it may begin at a state that another prompt under the same key left, and leave some;
      * once: they go with the last of these requests. */
     bool shares, shares_once;
-    int32_t *share_key; /* [n_share_key], owned; NULL: none, which is a key, too */
+    /* The session whose state it begins at, behind its n_source tokens, which ids begin with; and
+     * the one that keeps its end, which may be the same. References of the table, given up by the
+     * engine at the request's end, else by whoever made it. */
+    struct session *source, *keeps;
+    int32_t n_source;
+    int64_t keep_ttl_us; /* 0: as the session has it */
+    bool is_fork;        /* the source stays as it is */
+    int32_t *share_key;  /* [n_share_key], owned; NULL: none, which is a key, too */
     int32_t n_share_key;
     /* Called once by the engine thread when the request has ended, after results are in place
      * and all pool memory was returned; must not block. */
@@ -86,6 +94,7 @@ struct request {
     int32_t n_pages;             /* entries in use; 0: not admitted */
     int32_t n_all_pages;         /* of these, shared ones counted in */
     int32_t copy_from;        /* slot that its first piece's state is copied from; -1: none */
+    int32_t copy_page;        /* page, as the one its first token goes to; -1: none */
     struct prefix_node *path; /* where its prompt ends in the tree; NULL: not in it */
     struct prefix_node *use;  /* the deepest node it may begin at */
     struct prefix_node *parked_at;
@@ -115,6 +124,7 @@ struct request {
     float *new_labels;         /* [max_new * n_labels]; with n_labels > 0 */
     enum finish finish;        /* with sampling */
     int32_t n_cached;
+    char kept_as[32];             /* the session that keeps its end; "": none */
     struct request_piece *pieces; /* [n_pieces], owned */
     int32_t n_pieces, pieces_cap;
     int64_t started_us; /* first piece launched; 0: never */

@@ -26,10 +26,11 @@ int step_open(struct step *s, const struct step_limits *l)
     s->samples = calloc((size_t)l->max_seqs, sizeof(*s->samples));
     s->copies_in = calloc((size_t)l->max_seqs, sizeof(*s->copies_in));
     s->copies_out = calloc((size_t)l->max_seqs, sizeof(*s->copies_out));
+    s->page_copies = calloc((size_t)l->max_seqs, sizeof(*s->page_copies));
     s->taken = calloc((size_t)l->max_seqs, sizeof(struct prefix_node *));
-    if (!s->copies_in || !s->copies_out || !s->taken || !s->pieces || !s->results ||
-        !s->tokens || !s->positions || !s->cu_seqlens || !s->start || !s->slots ||
-        !s->page_table || !s->rows || !s->targets || !s->row_top || !s->samples) {
+    if (!s->page_copies || !s->copies_in || !s->copies_out || !s->taken || !s->pieces ||
+        !s->results || !s->tokens || !s->positions || !s->cu_seqlens || !s->start ||
+        !s->slots || !s->page_table || !s->rows || !s->targets || !s->row_top || !s->samples) {
         step_close(s);
         return ERR_NOMEM;
     }
@@ -52,6 +53,7 @@ void step_close(struct step *s)
     free(s->samples);
     free(s->copies_in);
     free(s->copies_out);
+    free(s->page_copies);
     free(s->taken);
     memset(s, 0, sizeof(*s));
 }
@@ -128,6 +130,11 @@ void step_copy_out(struct step *s, int32_t from, int32_t to)
     s->copies_out[s->host.n_copies_out++] = (struct slot_copy){from, to};
 }
 
+void step_copy_page(struct step *s, int32_t from, int32_t to)
+{
+    s->page_copies[s->host.n_page_copies++] = (struct slot_copy){from, to};
+}
+
 void step_seal(struct step *s)
 {
     s->host.n_seqs = s->n_pieces;
@@ -144,6 +151,7 @@ void step_seal(struct step *s)
     s->host.samples = s->samples;
     s->host.copies_in = s->copies_in;
     s->host.copies_out = s->copies_out;
+    s->host.page_copies = s->page_copies;
 }
 
 static void step_copy_top(struct top_entry *dst, const struct row_result *src, int32_t n)

@@ -32,8 +32,8 @@ struct step {
     struct row_result *results; /* [max_rows] host */
     int32_t *tokens, *positions, *cu_seqlens, *start, *slots, *page_table;
     int32_t *rows, *targets, *row_top;
-    struct row_sample *samples;               /* [max_seqs] */
-    struct slot_copy *copies_in, *copies_out; /* [max_seqs] */
+    struct row_sample *samples;                             /* [max_seqs] */
+    struct slot_copy *copies_in, *copies_out, *page_copies; /* [max_seqs] */
     struct prefix_node **taken; /* [max_seqs] the engine's: what copies_out go to */
     int32_t n_taken;
     struct step_limits limits;
@@ -51,6 +51,8 @@ void step_add(struct step *s, struct request *r, int32_t start, int32_t n_tokens
  * a piece. */
 void step_copy_in(struct step *s, int32_t from, int32_t to);
 void step_copy_out(struct step *s, int32_t from, int32_t to);
+/* A page that is copied before the first layer; at most one for a piece. */
+void step_copy_page(struct step *s, int32_t from, int32_t to);
 /* Fills s->host. */
 void step_seal(struct step *s);
 /* Copies a piece's results into its request. Returns the number of rows that hold NaN or

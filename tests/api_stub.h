@@ -19,6 +19,7 @@ struct server {
     struct api api;
     struct metrics metrics;
     struct queue *queue;
+    struct sessions *sessions;
     struct work *work;
     struct http *http;
     struct tokenizer *tokenizer;
@@ -148,7 +149,7 @@ static inline struct server *server_start(const char *key_file)
     const char *src = getenv("SRCDIR");
     snprintf(path, sizeof(path), "%s/tests/models/demo/tokenizer.json", src ? src : ".");
     metrics_init(&s->metrics);
-    if (tokenizer_load(path, &s->tokenizer, &e) != 0 ||
+    if (tokenizer_load(path, &s->tokenizer, &e) != 0 || sessions_open(&s->sessions) != 0 ||
         queue_open(QUEUE_LENGTH, &s->queue) != 0 || work_open(2, 1000, &s->work) != 0) {
         printf("Bail out! %s\n", e.text);
         exit(1);
@@ -160,6 +161,8 @@ static inline struct server *server_start(const char *key_file)
                           .phase = PHASE_READY,
                           .tokenizer = s->tokenizer,
                           .queue = s->queue,
+                          .sessions = s->sessions,
+                          .session_ttl_s = 60,
                           .cancel = cancel,
                           .cancel_arg = s,
                           .model_id = "stub-model",
@@ -202,6 +205,7 @@ static void server_stop(struct server *s)
     work_close(s->work);
     queue_close(s->queue);
     api_close(&s->api);
+    sessions_close(s->sessions);
     tokenizer_free(s->tokenizer);
     metrics_fini(&s->metrics);
     free(s);

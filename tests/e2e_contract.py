@@ -165,9 +165,9 @@ def test_refusals(d):
         ({"prompt": {"a": 1}}, 400, "prompt"),
         ({"prompt": ""}, 400, "prompt"),
         ({}, 400, "prompt"),
-        ({"prompt": "secret", "session": "s"}, 400, "session"),
-        ({"prompt": "secret", "fork": "s"}, 400, "fork"),
-        ({"prompt": "secret", "keep": {"ttl_s": 5}}, 400, "keep"),
+        ({"prompt": "secret", "session": "s"}, 404, "session"),
+        ({"prompt": "secret", "fork": "s"}, 404, "fork"),
+        ({"prompt": "secret", "keep": {"ttl_s": 0}}, 400, "ttl_s"),
         ({"prompt": "secret", "priority": 1.5}, 400, "priority"),
         ({"prompt": "secret", "deadline_ms": 86400001}, 400, "deadline_ms"),
         ({"prompt": "secret", "request_id": "x" * 129}, 400, "request_id"),
@@ -195,7 +195,7 @@ def test_refusals(d):
               "x-request-id" in a.headers, f"{str(body)[:60]}: {status} {param}", a)
     check(d.counted("invalid") == before + len(cases), "each is counted")
     for method, path, status in (("GET", "/nothing", 404), ("POST", "/v1/embeddings", 404),
-                                 ("GET", "/v1/sessions", 404), ("GET", "/v1/prefill", 405),
+                                 ("GET", "/v1/sessions/s", 404), ("GET", "/v1/prefill", 405),
                                  ("POST", "/health", 405), ("PUT", "/v1/models", 405)):
         a = d.ask(method, path)
         check(a.status == status and a.error()["code"] == status and

@@ -79,9 +79,11 @@ static const struct {
     {"{\"prompt\":[1],\"return_token_ids\":1}", "\"return_token_ids\"", "true or false", 400},
     {"{\"prompt\":[1],\"request_id\":\"\"}", "\"request_id\"", "visible ASCII", 400},
     {"{\"prompt\":[1],\"request_id\":\"a secret\"}", "\"request_id\"", "visible ASCII", 400},
-    {"{\"prompt\":[1],\"session\":\"secret\"}", "\"session\"", "session is a string", 400},
-    {"{\"prompt\":[1],\"fork\":\"secret\"}", "\"fork\"", "fork", 400},
-    {"{\"prompt\":[1],\"keep\":true}", "\"keep\"", "keep is a boolean", 400},
+    {"{\"prompt\":[1],\"session\":\"secret\"}", "\"session\"",
+     "session: there is no such session", 404},
+    {"{\"prompt\":[1],\"fork\":\"secret\"}", "\"fork\"", "fork: there is no such session", 404},
+    {"{\"prompt\":[1],\"keep\":1}", "\"keep\"", "keep is an integer", 400},
+    {"{\"prompt\":[1],\"keep\":{\"ttl_s\":0}}", "\"ttl_s\"", "ttl_s", 400},
 };
 
 static void test_refusals(void)

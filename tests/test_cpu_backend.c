@@ -290,6 +290,15 @@ Test(pools, kv_round_trip)
                 cr_expect(is_poisoned ? isnan(k_read[at]) && isnan(v_read[at])
                                       : k_read[at] == k[at] && v_read[at] == v[at]);
             }
+    /* Page 0 becomes a copy of page 4, and 4 stays. */
+    b.ops->page_copy(&b, &d, &pool, &(struct slot_copy){4, 0}, 1);
+    b.ops->kv_read(&b, &d, &pool, pages, n, k_read, v_read);
+    for (int32_t h = 0; h < 2; h++)
+        for (int32_t i = 0; i < 2 * 128; i++) {
+            size_t at = ((size_t)h * n + i) * 64, from = ((size_t)h * n + i % 128) * 64;
+            cr_expect_arr_eq(k_read + at, k + from, 64 * sizeof(float));
+            cr_expect_arr_eq(v_read + at, v + from, 64 * sizeof(float));
+        }
     cr_expect_eq(b.ops->kv_read(&b, &d, &pool, bad, n, k_read, v_read), ERR_INVALID);
     cr_expect_eq(b.ops->kv_write(&b, &d, &pool, bad, n, k, v), ERR_INVALID);
     b.ops->kv_pool_free(&b, &pool);

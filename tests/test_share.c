@@ -9,6 +9,7 @@
 #include "model_fixture.h"
 #include "rng.h"
 #include "tap.h"
+#include "tiny_model.h"
 
 enum { N_PROMPTS = 40, N_TRUNKS = 3, MAX_AT_ONCE = 12, N_TOP = 3, MAX_TOKENS = 260 };
 
@@ -98,40 +99,6 @@ static void make_prompts(struct rng *rng, int32_t vocab)
         for (int32_t t = n_shared; t < p->n; t++)
             p->ids[t] = rng_int(rng, vocab);
     }
-}
-
-/* A folder with the config.json of a model as small as the backends take, of both kinds of layers:
- * cases count here, not depth. The caller removes it. */
-static void make_model(char dir[64])
-{
-    static const char config[] =
-        "{\"model_type\": \"qwen3_next\", \"architectures\": [\"Qwen3NextForCausalLM\"], "
-        "\"hidden_size\": 64, \"num_hidden_layers\": 3, \"vocab_size\": 96, "
-        "\"layer_types\": [\"linear_attention\", \"full_attention\", \"linear_attention\"], "
-        "\"linear_conv_kernel_dim\": 4, \"linear_key_head_dim\": 128, "
-        "\"linear_num_key_heads\": 1, \"linear_num_value_heads\": 1, "
-        "\"linear_value_head_dim\": 128, \"num_attention_heads\": 1, "
-        "\"num_key_value_heads\": 1, \"head_dim\": 256, \"partial_rotary_factor\": 0.25, "
-        "\"rope_theta\": 10000.0, \"rms_norm_eps\": 1e-06, \"intermediate_size\": 64, "
-        "\"mlp_only_layers\": [0, 1, 2], \"num_experts\": 0, \"hidden_act\": \"silu\", "
-        "\"max_position_embeddings\": 4096, \"tie_word_embeddings\": true, "
-        "\"eos_token_id\": 95}";
-    char path[96];
-    strcpy(dir, "/tmp/prefilld-share-XXXXXX");
-    if (!mkdtemp(dir))
-        exit(1);
-    snprintf(path, sizeof(path), "%s/config.json", dir);
-    FILE *f = fopen(path, "w");
-    if (!f || fputs(config, f) < 0 || fclose(f) != 0)
-        exit(1);
-}
-
-static void remove_model(const char *dir)
-{
-    char path[96];
-    snprintf(path, sizeof(path), "%s/config.json", dir);
-    unlink(path);
-    rmdir(dir);
 }
 
 static void make_references(const char *dir, struct rng *rng)
@@ -295,14 +262,14 @@ int main(int argc, char **argv)
     struct rng rng = {argc > 1 ? strtoull(argv[1], NULL, 10) : 20261130};
     int n_worlds = argc > 2 ? atoi(argv[2]) : N_WORLDS;
     struct count count = {0};
-    make_model(dir);
+    tiny_make(dir);
     bad_in = -1;
     log_set_level(-1); /* faults are part of it */
     printf("# seed %llu\n", (unsigned long long)rng.s);
     make_references(dir, &rng);
     for (int i = 0; i < n_worlds; i++)
         run_world(dir, &rng, &count);
-    remove_model(dir);
+    tiny_remove(dir);
     printf("# %lld requests: %lld answered, %lld of them from a state (%lld tokens), "
            "%lld cancelled, %lld late, %lld failed; states kept %lld\n",
            count.requests, count.ok, count.hits, count.tokens_saved, count.cancelled,
