@@ -95,6 +95,7 @@ def main():
     for script in ("daemon.py", "load.py", "lost.py"):
         copy(os.path.join(src, "tests", "gpu", script), os.path.join(out, script))
     shutil.copytree(os.path.join(build, "gpu-tests", "faulty"), os.path.join(out, "faulty"))
+    copy(os.path.join(src, "etc", "grafana.json"), os.path.join(out, "src", "etc", "grafana.json"))
     copy(os.path.join(src, "tests", "gpu", "run.sh"), os.path.join(out, "kernels.sh"))
     copy(os.path.join(src, "tests", "gpu", "models.sh"), os.path.join(out, "models.sh"))
     with open(os.path.join(out, "run.sh"), "w", encoding="ascii") as f:
