@@ -4,7 +4,8 @@ shared libraries that it may lack, models, fixtures and run.sh.
 
     bundle.py SRCDIR BUILDDIR OUT
 
-Called by `make gpu-bundle`. Fixtures come from SRCDIR/../shared/fixtures when that is there; their
+Called by `make gpu-bundle`. Programs and libraries are packed, since a bundle travels with the tree and both
+together may have 64 MiB; the scripts unpack them. The demo model stays in the tree. Fixtures come from SRCDIR/../shared/fixtures when that is there; their
 answers are cut to what tests/gpu/test_models.c reads."""
 
 import glob
@@ -15,9 +16,10 @@ import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 
 PROGRAMS = ["prefilld", "tests/test_bits", "tests/test_engine", "tests/test_share",
-            "tests/gpu/test_backend", "tests/gpu/test_models", "tests/bench/gpu_prefill",
+            "tests/gpu/test_backend", "tests/gpu/test_models", "tests/gpu/test_records", "tests/bench/gpu_prefill",
             "tests/bench/share"]
 # What every glibc system has, and what comes with the driver or the toolkit.
 SYSTEM = re.compile(r"(ld-linux|libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+|linux-vdso)"
@@ -76,6 +78,20 @@ def add_fixtures(src, out):
         cut_goldens(answers, os.path.join(to, "goldens.safetensors"))
 
 
+def pack(out):
+    """All that is there so far into programs.tar.gz."""
+    names = sorted(os.listdir(out))
+    with tarfile.open(os.path.join(out, "programs.tar.gz"), "w:gz") as tar:
+        for name in names:
+            tar.add(os.path.join(out, name), name)
+    for name in names:
+        path = os.path.join(out, name)
+        if os.path.isdir(path):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+
+
 def main():
     src, build, out = sys.argv[1:4]
     shutil.rmtree(out, ignore_errors=True)
@@ -86,15 +102,17 @@ def main():
     for path in glob.glob(os.path.join(build, "gpu-tests", "*")):
         if os.path.isfile(path) and os.access(path, os.X_OK) and not path.endswith(".sh"):
             add_program(path, out)
+    shutil.copytree(os.path.join(build, "gpu-tests", "faulty"), os.path.join(out, "faulty"))
+    pack(out)
     tests = os.path.join(out, "src", "tests")
-    shutil.copytree(os.path.join(src, "tests", "models"), os.path.join(tests, "models"))
+    shutil.copytree(os.path.join(src, "tests", "models"), os.path.join(tests, "models"),
+                    ignore=shutil.ignore_patterns("demo"))
     shutil.copytree(os.path.join(src, "tests", "bench", "models"),
                     os.path.join(tests, "bench", "models"))
     for path in glob.glob(os.path.join(src, "tests", "e2e*.py")):
         copy(path, os.path.join(tests, os.path.basename(path)))
     for script in ("daemon.py", "load.py", "lost.py"):
         copy(os.path.join(src, "tests", "gpu", script), os.path.join(out, script))
-    shutil.copytree(os.path.join(build, "gpu-tests", "faulty"), os.path.join(out, "faulty"))
     copy(os.path.join(src, "etc", "grafana.json"), os.path.join(out, "src", "etc", "grafana.json"))
     copy(os.path.join(src, "tests", "gpu", "run.sh"), os.path.join(out, "kernels.sh"))
     copy(os.path.join(src, "tests", "gpu", "models.sh"), os.path.join(out, "models.sh"))

@@ -3,9 +3,10 @@
 # the bundle that `make gpu-bundle` makes. Usage: models.sh [log folder [step...]]; without steps
 # all of them. Exits 0 when nothing failed; a machine without a GPU skips in words.
 cd "$(dirname "$0")" || exit 1
+[ -f programs.tar.gz ] && [ ! -x ./test_ops ] && tar xzf programs.tar.gz
 logs=${1:-.}
 [ $# -gt 0 ] && shift
-wanted=${*:-backend models bits engine share daemon storm contract lost memcheck load bench}
+wanted=${*:-backend models bits engine share records daemon storm contract lost memcheck load bench}
 SRCDIR=$PWD/src
 BUILDDIR=$PWD
 LD_LIBRARY_PATH=$PWD/lib:/usr/local/cuda/lib64
@@ -46,6 +47,10 @@ for what in $wanted; do
         step bits 150 env TEST_BACKEND=cuda ./test_bits 20261129 6 12
         grep '^#' "$logs/bits.log" | tail -3
         ;;
+    records)
+        step records 100 ./test_records
+        grep '^#' "$logs/records.log" | tail -3
+        ;;
     engine) step engine 60 env TEST_BACKEND=cuda ./test_engine ;;
     share) step share 120 env TEST_BACKEND=cuda ./test_share 20261130 10 ;;
     memcheck)
@@ -71,7 +76,7 @@ for what in $wanted; do
         ;;
     contract) step contract 120 python3 src/tests/e2e_contract.py ;;
     # Long: recorded steps take memory until as many shapes were met as are kept.
-    storm) step storm 120 python3 src/tests/e2e_storm.py 40000 ;;
+    storm) step storm 120 python3 src/tests/e2e_storm.py 100000 ;;
     bench)
         models=src/tests/bench/models
         step bench-0.8b 100 ./gpu_prefill $models/0.8b 0 10 table 1x2048 table 1x8192 4x2048 \
