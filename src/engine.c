@@ -303,6 +303,8 @@ static void engine_publish_piece(struct engine *en, const struct step *s, int32_
         atomic_store(&r->n_read, p->start + p->n_tokens);
         r->on_token(r, r->done_arg);
     }
+    if (p->start < r->n_prompt)
+        engine_prefix_publish(en, r);
     if (p->start < r->n_prompt && request_add_piece(r, s->number, p->start, p->n_tokens) != 0)
         engine_end_request(en, r, OUTCOME_ERROR, "no memory");
     else if (atomic_load(&r->cancelled))

@@ -103,6 +103,8 @@ enum sched_answer engine_try_admit(void *arg, struct sched_item *item);
 void engine_prefix_pack(struct engine *en, struct step *s, struct request *r, int32_t end);
 /* The step was launched, whole or not: what it keeps can be used, or is dropped. */
 void engine_prefix_launched(struct engine *en, struct step *s, bool is_whole);
+/* A piece of r's prompt has ended well: keeps the numbers of its tokens. */
+void engine_prefix_publish(struct engine *en, struct request *r);
 /* r is in no plan any more; is_bad: the states it left go, too. */
 void engine_prefix_leave(struct engine *en, struct request *r, bool is_bad);
 /* Evicts until kept states are within their share. */

@@ -48,18 +48,28 @@ static void begin_at(struct request *r, const struct engine_start *at)
     r->item.n_pages = r->n_all_pages - at->n_shared;
 }
 
+/* The deepest state that r can begin at: it must be told the numbers of the tokens before. */
+static struct prefix_node *nearest(const struct request *r)
+{
+    struct prefix_node *v = r->path ? prefix_nearest(r->use) : NULL;
+    while (v && r->wants_rows && !prefix_rows_cover(v, r))
+        v = v->parent ? prefix_nearest(v->parent) : NULL;
+    return v;
+}
+
 static void begin_at_nearest(struct engine *en, struct request *r)
 {
-    struct engine_start at = start_of(en, r, r->path ? prefix_nearest(r->use) : NULL);
+    struct engine_start at = start_of(en, r, nearest(r));
     begin_at(r, &at);
 }
 
 void engine_prefix_enter(struct engine *en, struct request *r)
 {
-    /* The row of a token comes from the token before it, which must be computed. */
+    /* The row of a token comes from the token before it, which must be computed, or kept. */
     int32_t n_use = r->n_prompt - 1, n_end = r->n_prompt, P = en->pages.page_tokens;
-    if (r->logprobs == LOGPROBS_ALL && r->logprobs_from - 1 < n_use)
-        n_use = r->logprobs_from > 1 ? r->logprobs_from - 1 : 0;
+    r->wants_rows = r->logprobs == LOGPROBS_ALL && r->logprobs_from <= 1;
+    if (r->logprobs == LOGPROBS_ALL && !r->wants_rows && r->logprobs_from - 1 < n_use)
+        n_use = r->logprobs_from - 1;
     if (r->shares_once)
         n_end = n_use;
     begin_at_nearest(en, r);
@@ -180,7 +190,7 @@ static int rank(struct engine *en, struct prefix_node *v)
 static bool can_evict(const struct engine *en, const struct prefix_node *v,
                       const struct prefix_node *except)
 {
-    return v != except && v->used_step != en->plan_number &&
+    return v != except && v->used_step != en->plan_number && !v->parked &&
            (v->n_wanted == 0 || en->n_admitted == 0);
 }
 
@@ -231,7 +241,7 @@ static bool make_room(struct engine *en, struct request *r, struct prefix_node *
             return false;
         if (*hit) {
             drop_for_room(en, *hit);
-            *hit = prefix_nearest(r->use);
+            *hit = nearest(r);
         } else if (!engine_session_evict(en, true)) {
             return false;
         }
@@ -285,19 +295,38 @@ static bool ask(struct engine *en, struct prefix_node *v)
     return true;
 }
 
+/* Whether r, which begins at v when its maker has passed it, can be told all its numbers. */
+static bool tells_rows(const struct prefix_node *v, const struct request *r)
+{
+    const struct request *m = v->maker;
+    return !r->wants_rows || (m->wants_rows && m->n_top >= r->n_top && v->depth < m->n_prompt &&
+                              m->ids[v->depth] == r->ids[v->depth]);
+}
+
+static void park_at(struct request *r, struct prefix_node *v)
+{
+    r->parked_at = v;
+    r->parked_next = v->parked;
+    v->parked = r;
+}
+
 /* Parks r where it would begin further down than at `from` tokens. */
 static bool park(struct engine *en, struct request *r, int32_t from)
 {
     for (struct prefix_node *v = r->use; v && v->depth > from; v = v->parent) {
+        /* The state is there, and the numbers are in a step under way. */
+        if (v->state == PREFIX_READY && r->wants_rows && v->maker && tells_rows(v, r) &&
+            v->maker->n_computed < v->depth) {
+            park_at(r, v);
+            return true;
+        }
         bool is_kept = v->state == PREFIX_PENDING;
-        if (!v->maker || v->maker->item.priority > r->item.priority ||
+        if (!v->maker || v->maker->item.priority > r->item.priority || !tells_rows(v, r) ||
             (!is_kept && v->depth - from < en->min_shared_tokens) || !ask(en, v))
             continue;
         if (v->slot < 0 && !get_slot(en, v, true))
             continue;
-        r->parked_at = v;
-        r->parked_next = v->parked;
-        v->parked = r;
+        park_at(r, v);
         return true;
     }
     return false;
@@ -328,7 +357,7 @@ enum sched_answer engine_try_admit(void *arg, struct sched_item *item)
 {
     struct engine *en = arg;
     struct request *r = engine_request_of(item);
-    struct prefix_node *hit = r->path ? prefix_nearest(r->use) : NULL;
+    struct prefix_node *hit = nearest(r);
     if (r->path && park(en, r, hit ? hit->depth : 0))
         return SCHED_PARK;
     if (!make_room(en, r, &hit))
@@ -342,6 +371,8 @@ enum sched_answer engine_try_admit(void *arg, struct sched_item *item)
     if (hit) {
         atomic_fetch_add(&en->metrics->prefix_hits, 1);
         atomic_fetch_add(&en->metrics->prefix_hit_tokens, hit->depth);
+        if (r->wants_rows)
+            prefix_rows_load(hit, r);
         hit->used_step = en->plan_number;
         rank(en, hit);
     }
@@ -417,6 +448,22 @@ void engine_prefix_launched(struct engine *en, struct step *s, bool is_whole)
     s->n_taken = 0;
 }
 
+void engine_prefix_publish(struct engine *en, struct request *r)
+{
+    if (!r->path || !r->wants_rows)
+        return;
+    for (struct prefix_node *v = r->path; v->parent; v = v->parent) {
+        if (v->depth > r->n_computed)
+            continue;
+        if (prefix_rows_top(v) >= r->n_top)
+            break; /* and so it is above */
+        if (prefix_rows_store(v, r) != 0)
+            break;
+        if (v->parked && v->state == PREFIX_READY)
+            unpark(en, v);
+    }
+}
+
 /* ---- leaving ---- */
 
 static void leave_parked(struct request *r)
@@ -442,6 +489,12 @@ void engine_prefix_leave(struct engine *en, struct request *r, bool is_bad)
             v->maker = NULL;
             if (v->state == PREFIX_PENDING)
                 unpend(en, v);
+            else
+                unpark(en, v);
+        }
+        if (is_bad && prefix_rows_by(v) == r->item.seq) {
+            prefix_rows_free(v->rows);
+            v->rows = NULL;
         }
         if (v->state == PREFIX_READY &&
             ((is_bad && v->made_by == r->item.seq) ||

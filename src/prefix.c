@@ -111,6 +111,7 @@ static void node_free(struct prefix *p, struct prefix_node *v)
 {
     table_remove(p, v);
     p->n_nodes--;
+    prefix_rows_free(v->rows);
     free(v->tokens);
     free(v->pages);
     free(v);
@@ -152,6 +153,10 @@ static struct prefix_node *split(struct prefix *p, struct prefix_node *v, int32_
     u->n_children = 1;
     u->n_users = v->n_users;
     u->maker = v->maker;
+    if (prefix_rows_split(u, v, below[0]) != 0) { /* memory is short: none, rather than wrong */
+        prefix_rows_free(v->rows);
+        v->rows = NULL;
+    }
     table_add(p, v);
     return u;
 }

@@ -25,6 +25,7 @@ enum prefix_state {
 };
 
 struct request;
+struct prefix_rows;
 
 struct prefix_node {
     struct prefix_node *parent; /* NULL: a root */
@@ -46,7 +47,8 @@ struct prefix_node {
     int32_t slot;           /* -1: none */
     int32_t *pages;         /* [n_pages], owned by the node */
     int32_t n_pages;
-    int64_t used_step; /* the last step that read the slot */
+    int64_t used_step;        /* the last step that read the slot */
+    struct prefix_rows *rows; /* numbers of the edge's tokens; NULL: none */
 
     double worth;
     int32_t i_rank; /* in the ranking; -1: not in it */
@@ -89,6 +91,26 @@ int prefix_rank(struct prefix *p, struct prefix_node *v, int32_t saved_tokens, d
 double prefix_worth(const struct prefix *p, int32_t saved_tokens, double bytes);
 /* Takes v out of the ranking; is_evicted: the level rises to its worth. */
 void prefix_unrank(struct prefix *p, struct prefix_node *v, bool is_evicted);
+
+/* ---- prefix_rows.c: numbers of tokens */
+
+/* Keeps r's numbers of v's edge, and of r's token behind v; they are in place in r, which has
+ * LOGPROBS_ALL. Replaces what was there. Returns 0 or ERR_NOMEM. */
+int prefix_rows_store(struct prefix_node *v, const struct request *r);
+/* Candidates kept for each token of v's edge, -1: no numbers. */
+int32_t prefix_rows_top(const struct prefix_node *v);
+/* seq of the request they are from; UINT64_MAX: no numbers. */
+uint64_t prefix_rows_by(const struct prefix_node *v);
+/* Whether the numbers of all tokens up to v, and of r's token behind it, are kept, with as many
+ * candidates as r wants. v is on r's path and before its end. O(nodes above). */
+bool prefix_rows_cover(const struct prefix_node *v, const struct request *r);
+/* Puts these into r. */
+void prefix_rows_load(const struct prefix_node *v, struct request *r);
+/* Of an edge that was cut: u's part goes to u, which ends before the token first_id. Returns 0 or
+ * ERR_NOMEM, with nothing changed. */
+int prefix_rows_split(struct prefix_node *u, struct prefix_node *v, int32_t first_id);
+/* NULL is legal. */
+void prefix_rows_free(struct prefix_rows *w);
 
 /* Recounts, O(nodes); for tests. */
 bool prefix_is_sound(const struct prefix *p);

@@ -18,10 +18,11 @@ known = {}  # the same bits from every daemon
 
 
 def cold(d, ids, **fields):
-    """With all logprobs a prompt is computed from its start."""
+    """Under a salt of its own a prompt is computed from its start."""
     key = json.dumps([ids, fields])
     if key not in known:
-        known[key] = d.prefill(prompt=ids, logprobs="all", **fields).json()
+        known[key] = d.prefill(prompt=ids, logprobs="all", cache_salt=f"cold {len(known)}",
+                               **fields).json()
         assert known[key]["usage"]["cached_tokens"] == 0, known[key]["usage"]
     return known[key]
 
@@ -117,6 +118,21 @@ def reuse(d, ids):
     check(m['prefilld_state_slots{state="cached"}'] >= 3 and d.is_idle(), "kept, not held", m)
 
 
+def numbers(d, ids):
+    """Numbers of tokens that were not computed again are those that were."""
+    def ask(prompt, n_top):
+        a = d.prefill(prompt=prompt, logprobs="all", top_logprobs=n_top, cache_salt="n").json()
+        want = cold(d, prompt, top_logprobs=n_top)
+        return a["usage"]["cached_tokens"], all(a.get(k) == want.get(k) for k in
+                                                ("prompt_logprobs", "prompt_top", "next"))
+    d.prefill(prompt=ids[:700], cache_salt="n")  # keeps its state, at 640, and no numbers
+    for prompt, n_top, want in ((ids[:700], 2, 0), (ids[:700], 2, 640), (ids[:700], 1, 640),
+                                (ids[:700], 3, 0), (ids[:690], 3, 640), (ids[:641], 0, 640),
+                                (ids[:640] + ids[900:950], 2, 0)):
+        got, good = ask(prompt, n_top)
+        check(got == want and good, f"{len(prompt)} tokens, {n_top} candidates: {want} told", got)
+
+
 def mishaps(d, ids):
     """Hang-ups and deadlines in the middle of a call's prompts."""
     rng = random.Random(5)
@@ -158,6 +174,7 @@ with Daemon("--state-slots", 128) as daemon:
     check(daemon.stop() == 0, "it ends with 0")
 with Daemon("--checkpoint-tokens", 512) as daemon:
     reuse(daemon, IDS)
+    numbers(daemon, IDS[500:])
 with Daemon("--prefix-cache", "no", "--max-step-tokens", 256) as daemon:
     scores(daemon, IDS, "without a cache", 20000)
     first = [daemon.prefill(prompt=IDS[:3000]).json()["usage"]["cached_tokens"] for _ in "ab"]

@@ -67,8 +67,13 @@ static int hook_end(struct backend *b, const struct batch *batch, const struct r
     return real_ops->step_end(b, batch, src, dst);
 }
 
+/* As on a device: a step may not have ended when the next one is planned. */
+static uint32_t n_asked;
+
 static int hook_done(struct backend *b, bool wait)
 {
+    if (!wait && ++n_asked % 3)
+        return 0;
     int rc = real_ops->step_done(b, wait);
     if (rc != 1)
         return rc;
@@ -122,21 +127,24 @@ static void make_references(const char *dir, struct rng *rng)
     fixture_close(&f);
 }
 
+static bool same_top(const struct top_entry *a, const struct top_entry *b, int32_t n)
+{
+    return memcmp(a, b, (size_t)n * sizeof(*a)) == 0;
+}
+
 static bool same_bits(const struct request *r, const struct reference *p)
 {
-    size_t from = r->logprobs_from > 1 ? (size_t)r->logprobs_from : 1;
-    if (memcmp(r->next_top, p->next, sizeof(p->next)) != 0)
-        return false;
-    if (r->logprobs != LOGPROBS_ALL || from >= (size_t)p->n)
-        return true;
-    size_t n = (size_t)p->n - from;
-    return memcmp(r->prompt_logprobs + from, p->logprobs + from, n * sizeof(float)) == 0 &&
-           memcmp(r->prompt_top + from * N_TOP, p->top + from * N_TOP,
-                  n * N_TOP * sizeof(struct top_entry)) == 0;
+    int32_t from = r->logprobs_from > 1 ? r->logprobs_from : 1, n_top = r->n_top;
+    bool is_same = same_top(r->next_top, p->next, n_top);
+    for (int32_t t = from; r->logprobs == LOGPROBS_ALL && t < p->n; t++)
+        is_same &=
+            memcmp(&r->prompt_logprobs[t], &p->logprobs[t], sizeof(float)) == 0 &&
+            (n_top == 0 || same_top(r->prompt_top + t * n_top, p->top + t * N_TOP, n_top));
+    return is_same;
 }
 
 struct count {
-    long long requests, ok, hits, tokens_saved, cancelled, late, failed, kept;
+    long long requests, ok, hits, told, tokens_saved, cancelled, late, failed, kept;
     int differ, unsound;
 };
 
@@ -161,9 +169,9 @@ static struct request *new_request(struct fixture *f, struct rng *rng, int i, in
                                    bool once, int *n_done)
 {
     const struct reference *p = &refs[i];
-    enum logprobs_mode mode = rng_int(rng, 3) ? LOGPROBS_NEXT : LOGPROBS_ALL;
-    struct request *r = fixture_request(f, p->ids, p->n, mode, N_TOP, n_done);
-    if (mode == LOGPROBS_ALL && rng_int(rng, 8) > 0)
+    enum logprobs_mode mode = rng_int(rng, 2) ? LOGPROBS_NEXT : LOGPROBS_ALL;
+    struct request *r = fixture_request(f, p->ids, p->n, mode, rng_int(rng, N_TOP + 1), n_done);
+    if (mode == LOGPROBS_ALL && rng_int(rng, 2))
         r->logprobs_from = p->n - rng_int(rng, p->n < 40 ? p->n : 40);
     r->shares = rng_int(rng, 16) > 0;
     r->shares_once = once;
@@ -204,6 +212,8 @@ static void run_round(struct fixture *f, struct rng *rng, struct count *count, i
         if (r[i]->outcome == OUTCOME_OK) {
             count->ok++;
             count->hits += r[i]->n_cached > 0;
+            /* With numbers of tokens that it did not compute. */
+            count->told += r[i]->n_cached > 0 && r[i]->wants_rows;
             count->tokens_saved += r[i]->n_cached;
             count->differ += !same_bits(r[i], &refs[which[i]]);
         }
@@ -270,15 +280,15 @@ int main(int argc, char **argv)
     for (int i = 0; i < n_worlds; i++)
         run_world(dir, &rng, &count);
     tiny_remove(dir);
-    printf("# %lld requests: %lld answered, %lld of them from a state (%lld tokens), "
-           "%lld cancelled, %lld late, %lld failed; states kept %lld\n",
-           count.requests, count.ok, count.hits, count.tokens_saved, count.cancelled,
-           count.late, count.failed, count.kept);
+    printf("# %lld requests: %lld answered, %lld of them from a state (%lld tokens), %lld "
+           "told kept numbers, %lld cancelled, %lld late, %lld failed; states kept %lld\n",
+           count.requests, count.ok, count.hits, count.tokens_saved, count.told,
+           count.cancelled, count.late, count.failed, count.kept);
     CHECK(count.differ == 0, "%lld answers have the bits of a cold start, %d have not",
           count.ok, count.differ);
     CHECK(count.unsound == 0, "nothing leaks (%d)", count.unsound);
     CHECK(n_mixed == 0, "copies of slots do not depend on their order (%d)", n_mixed);
-    CHECK(count.hits > count.ok / 5, "prompts share");
+    CHECK(count.hits > count.ok / 8 && count.told > 0, "prompts share");
     CHECK(count.cancelled > 0 && count.failed > 0, "some were cancelled, some failed");
     return tap_done();
 }

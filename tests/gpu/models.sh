@@ -52,7 +52,10 @@ for what in $wanted; do
         grep '^#' "$logs/records.log" | tail -3
         ;;
     engine) step engine 60 env TEST_BACKEND=cuda ./test_engine ;;
-    share) step share 120 env TEST_BACKEND=cuda ./test_share 20261130 10 ;;
+    share)
+        step share 120 env TEST_BACKEND=cuda ./test_share 20261130 10
+        step session 120 env TEST_BACKEND=cuda ./test_session 20261201 10
+        ;;
     memcheck)
         if command -v compute-sanitizer >/dev/null 2>&1; then
             step memcheck-backend 200 compute-sanitizer --tool memcheck --error-exitcode 9 \

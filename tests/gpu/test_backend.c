@@ -381,6 +381,39 @@ static void test_state_copy(struct backend *b)
     ops->state_pool_free(b, &pool);
 }
 
+/* The same for pages: copies, and what is not written stays. */
+static void test_page_copy(struct backend *b)
+{
+    enum { N_PAGES = 9 };
+    const struct backend_ops *ops = b->ops;
+    struct attn_dims d = {.HQ = 4, .HK = 2, .D = 256, .rot_dim = 64, .ld = 12 * 256};
+    const struct slot_copy copies[] = {{0, 7}, {0, 8}, {3, 6}};
+    static const int32_t want[N_PAGES] = {0, 1, 2, 3, 4, 5, 3, 0, 0};
+    const size_t elems = 2 * P * 256;
+    struct kv_pool pool;
+    int n_bad = 0;
+    float *k = must(malloc(elems * 4)), *v = must(malloc(elems * 4));
+    if (ops->kv_pool_make(b, &d, N_PAGES, P, &pool) != 0)
+        exit(1);
+    for (int32_t i = 0; i < N_PAGES; i++) {
+        for (size_t t = 0; t < elems; t++) {
+            k[t] = (float)((int)(t % 127) + i); /* whole numbers under 256: bf16 holds them */
+            v[t] = (float)((int)(t % 113) - i);
+        }
+        ops->kv_write(b, &d, &pool, &i, P, k, v);
+    }
+    ops->page_copy(b, &d, &pool, copies, 3);
+    for (int32_t i = 0; i < N_PAGES; i++) {
+        ops->kv_read(b, &d, &pool, &i, P, k, v);
+        for (size_t t = 0; t < elems; t++)
+            n_bad += k[t] != (float)((int)(t % 127) + want[i]) ||
+                     v[t] != (float)((int)(t % 113) - want[i]);
+    }
+    CHECK(n_bad == 0, "%s: pages copied, %d numbers differ", ops->name, n_bad);
+    free(k), free(v);
+    ops->kv_pool_free(b, &pool);
+}
+
 /* ---- opening ---- */
 
 static void poison_cuda(struct backend *b)
@@ -583,6 +616,8 @@ static void test_all(bool is_self)
     test_large_pools();
     test_state_copy(&pair.b[REF]);
     test_state_copy(&pair.b[DUT]);
+    test_page_copy(&pair.b[REF]);
+    test_page_copy(&pair.b[DUT]);
     test_loss();
 }
 
