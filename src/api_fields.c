@@ -240,6 +240,9 @@ int api_read_prompts(const struct api *a, struct json_body *body, const struct p
         return json_fail(e, ERR_INVALID, r->field,
                          "%s is a list of prompts; a string or a list of ids is accepted",
                          r->field);
+    if (n_all == 0)
+        return json_fail(e, ERR_INVALID, r->field, "%s is empty; at least one token is needed",
+                         r->field);
     if (n_all > (size_t)queue_max_waiting(a->queue))
         return json_fail(e, ERR_INVALID, r->field,
                          "%s has %zu prompts; at most %d, which is queue-length, are accepted",

@@ -76,7 +76,7 @@ static int read_options(const struct api *a, const json_t *root, struct question
                         struct json_error *e)
 {
     const char *session = NULL, *fork = NULL;
-    size_t len;
+    size_t len = 0;
     q->n_top = DEFAULT_TOP;
     int rc = read_mode(root, &q->mode, e);
     if (rc == 0)
@@ -92,7 +92,9 @@ static int read_options(const struct api *a, const json_t *root, struct question
                        "fork is given beside session; one of them is accepted");
     q->is_fork = fork != NULL;
     const char *source = fork ? fork : session;
-    snprintf(q->source, sizeof(q->source), "%s", source ? source : "");
+    /* No name of ours has a NUL in it. */
+    bool is_name = source && strlen(source) == len;
+    snprintf(q->source, sizeof(q->source), "%s", is_name ? source : "");
     q->has_source = source != NULL;
     return rc ? rc : read_keep(a, root, q, e);
 }

@@ -361,7 +361,7 @@ static int read_items(struct scoring *s, struct api *a, struct exchange *x, cons
         rc = read_labels(a, root, &labels, e);
     /* Without softmax the other labels do not matter. */
     s->n_labels = s->normalizes ? labels.n_ids : 1;
-    if (rc == 0 && !(items = get_list(root, field, SIZE_MAX, e)))
+    if (rc == 0 && !(items = get_list(root, field, (size_t)queue_max_waiting(a->queue), e)))
         rc = ERR_INVALID;
     if (rc == 0)
         rc = init_scoring(s, a, x, &common, field, json_array_size(items) * (size_t)s->n_labels,

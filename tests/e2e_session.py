@@ -66,6 +66,7 @@ def refusals(d, ids):
     for fields, status, param, words in (
             ({"session": "s-0"}, 404, "session", "no such session"),
             ({"fork": name + "x" * 100}, 404, "fork", "no such session"),
+            ({"fork": name + "\0x"}, 404, "fork", "no such session"),
             ({"session": 5}, 400, "session", "a string"),
             ({"session": name, "fork": name}, 400, "fork", "one of them"),
             ({"keep": 1}, 400, "keep", "ttl_s"),
