@@ -45,6 +45,13 @@ static int fail_memory(struct json_error *e)
     return json_fail(e, ERR_NOMEM, NULL, "memory is short");
 }
 
+/* Of an empty text ids is NULL, which memcpy must not get. */
+static void copy_ids(int32_t *to, const struct prompt *p)
+{
+    if (p->n_ids > 0)
+        memcpy(to, p->ids, (size_t)p->n_ids * sizeof(*to));
+}
+
 /* Adds head and tail, joined. name is the tail's in messages. */
 static int add_pair(struct scoring *s, const struct prompt *head, const struct prompt *tail,
                     const char *field, const char *name, struct json_error *e)
@@ -61,8 +68,8 @@ static int add_pair(struct scoring *s, const struct prompt *head, const struct p
     struct prompt p = {malloc((size_t)n * sizeof(*p.ids)), (int32_t)n};
     if (!p.ids)
         return fail_memory(e);
-    memcpy(p.ids, head->ids, (size_t)head->n_ids * sizeof(*p.ids));
-    memcpy(p.ids + head->n_ids, tail->ids, (size_t)tail->n_ids * sizeof(*p.ids));
+    copy_ids(p.ids, head);
+    copy_ids(p.ids + head->n_ids, tail);
     s->n_numbers += (int64_t)tail->n_ids * (s->n_top + 1);
     if (s->n_numbers > GROUP_MAX_NUMBERS) {
         free(p.ids);
@@ -294,10 +301,8 @@ static int add_item(struct scoring *s, const struct prompt *query, const struct 
     struct prompt head = {malloc((size_t)(n ? n : 1) * sizeof(*head.ids)), (int32_t)n};
     if (!head.ids)
         return fail_memory(e);
-    if (n > 0) {
-        memcpy(head.ids, first->ids, (size_t)first->n_ids * sizeof(*head.ids));
-        memcpy(head.ids + first->n_ids, then->ids, (size_t)then->n_ids * sizeof(*head.ids));
-    }
+    copy_ids(head.ids, first);
+    copy_ids(head.ids + first->n_ids, then);
     int rc = n > 0 ? 0
                    : json_fail(e, ERR_INVALID, field,
                                "%s and query are empty; at least one token is needed", name);

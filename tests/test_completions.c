@@ -318,6 +318,10 @@ static const struct {
     {"/generative_scoring",
      "{\"query\":[5],\"items\":[[6]],\"label_token_ids\":[8,9],\"apply_softmax\":false}",
      "\"score\": 0.3678794411714423", 200}, /* exp(-1) */
+    {"/generative_scoring", "{\"query\":\"\",\"items\":[[6]],\"label_token_ids\":[8]}",
+     "\"score\": 1}", 200},
+    {"/generative_scoring", "{\"query\":[5],\"items\":[\"\"],\"label_token_ids\":[8]}",
+     "\"score\": 1}", 200},
     {"/generative_scoring", "{\"query\":[5],\"items\":[[6]]}", "label_token_ids is missing",
      400},
     {"/generative_scoring", "{\"items\":[[6]],\"label_token_ids\":[8]}", "query is missing",
