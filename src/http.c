@@ -152,15 +152,16 @@ static void on_completed(void *cls, struct MHD_Connection *mhd, void **context,
     exchange_unref(x);
 }
 
-/* http.lock held. Cuts a stream short. libmicrohttpd's own way, MHD_CONTENT_READER_END_WITH_ERROR,
- * marks the connection as closed, but with epoll (0.9.75) forgets to clean it up, unless it is
- * the one that has been quiet for longest: its descriptor stayed until the idle timeout. A failed
- * write does not, so the socket is shut down under the last chunk that is written now. */
-static ssize_t cut_stream(struct exchange *x)
+/* http.lock held. Ends the connection under a stream: libmicrohttpd gets a byte that it cannot
+ * send. Its own ways, MHD_CONTENT_READER_END_WITH_ERROR and the end of a body that is not chunked,
+ * mark the connection as closed, but with epoll (0.9.75) forget to clean it up, unless it is the
+ * one that has been quiet for longest: its descriptor stayed until the idle timeout. */
+static ssize_t cut_stream(struct exchange *x, char *out)
 {
     x->conn->is_expired = true;
     shutdown(x->conn->fd, SHUT_RDWR);
-    return MHD_CONTENT_READER_END_OF_STREAM;
+    *out = ' ';
+    return 1;
 }
 
 /* libmicrohttpd wants bytes of a stream. */
@@ -172,14 +173,14 @@ static ssize_t read_stream(void *cls, uint64_t pos, char *out, size_t max)
     size_t left = x->stream.len - x->stream_at;
     ssize_t n = (ssize_t)(left < max ? left : max);
     if (x->state == EXCHANGE_GONE) {
-        n = cut_stream(x);
+        n = cut_stream(x, out);
     } else if (n > 0) {
         memcpy(out, x->stream.data + x->stream_at, (size_t)n);
         x->stream_at += (size_t)n;
         if (x->stream_at == x->stream.len)
             x->stream_at = x->stream.len = 0;
     } else if (x->state == EXCHANGE_ANSWERED) {
-        n = MHD_CONTENT_READER_END_OF_STREAM;
+        n = x->is_chunked ? MHD_CONTENT_READER_END_OF_STREAM : cut_stream(x, out);
     } else {
         x->is_parked = true;
         MHD_suspend_connection(x->mhd);
@@ -313,6 +314,7 @@ static enum MHD_Result begin(struct exchange *x, const char *method, const char 
                         x->arrival_us + (int64_t)h->c.body_timeout_s * 1000000))
         return MHD_NO;
     x->method = strdup(method);
+    x->is_chunked = strcmp(version, "HTTP/1.0") != 0;
     bool is_fine = check_headers(x, version, &f);
     if (is_fine && h->c.admit)
         h->c.admit(h->c.arg, x);

@@ -68,6 +68,7 @@ struct exchange {
     bool is_hung;               /* http.lock: hung up while EXCHANGE_ENTERING */
     bool is_owed, is_active;    /* counted in http.n_owed, http.n_active */
     bool must_close;
+    bool is_chunked;    /* an answer of unknown length is; to HTTP/1.0 it ends by a close */
     int refused_status; /* http.c's own refusal, or 0 */
 
     char *target; /* path, NUL, query */

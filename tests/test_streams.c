@@ -256,25 +256,44 @@ static void test_stream_hangup(void)
 }
 
 /* While another connection has been quiet for longer: libmicrohttpd looks at that one first, and
- * for a while lost the descriptor of the stream that was cut. */
-static void test_stream_hangup_behind(void)
+ * for a while lost the descriptor of a stream that ended otherwise than by a last chunk. */
+static void test_stream_descriptors(void)
 {
+    static const char body[] = "{\"prompt\":[5,6],\"max_tokens\":%d,\"stream\":true}";
+    static const char *const names[] = {"a hang-up", "HTTP/1.0, a hang-up",
+                                        "HTTP/1.0, which ends by a close",
+                                        "a client that wants a close"};
     struct server *s = server_start(NULL);
-    struct buf b;
-    buf_init(&b);
     int quiet = client_connect(s->address);
     client_sends(quiet, "GET /version HTTP/1.1\r\nHost: t\r\n\r\n");
     expect(client_read(quiet, 1), 200, "9.9", "a connection that then is quiet");
     atomic_store(&s->token_ms, 20);
-    int fd = ask_stream(s, "{\"prompt\":[5,6],\"max_tokens\":90,\"stream\":true}");
-    struct answer a = client_read(fd, 0);
-    answer_free(&a);
-    CHECK(read_chunks(fd, &b, "data: ") >= 0, "an event has come");
-    close(fd);
-    CHECK(becomes(&s->metrics.connections, 1), "the stream's descriptor is closed");
+    for (int i = 0; i < 4; i++) {
+        char text[256], request[512];
+        int fd = client_connect(s->address);
+        int len = snprintf(text, sizeof(text), body, i < 2 ? 90 : 5);
+        snprintf(request, sizeof(request),
+                 "POST /v1/completions HTTP/1.%d\r\nHost: t\r\nConnection: "
+                 "%s\r\nContent-Length: %d\r\n\r\n%s",
+                 i == 0 || i == 3, i == 3 ? "close" : "keep-alive", len, text);
+        client_sends(fd, request);
+        struct answer a = client_read(fd, 0);
+        CHECK(a.status == 200, "%s: it begins", names[i]);
+        answer_free(&a);
+        char c[4096];
+        ssize_t n = 1, n_all = 0;
+        while (n > 0 && (i >= 2 || n_all == 0)) {
+            n = client_recv(fd, c + n_all, 1);
+            n_all += n;
+        }
+        CHECK(i != 2 ||
+                  (n == 0 && n_all > 14 && memcmp(c + n_all - 14, "data: [DONE]\n\n", 14) == 0),
+              "%s: to the end, and nothing more", names[i]);
+        close(fd);
+        CHECK(becomes(&s->metrics.connections, 1), "%s: its descriptor is closed", names[i]);
+    }
     close(quiet);
     CHECK(becomes(&s->metrics.connections, 0), "nothing is left");
-    buf_fini(&b);
     server_stop(s);
 }
 
@@ -410,7 +429,7 @@ int main(void)
     test_generate();
     test_stream_fails();
     test_stream_hangup();
-    test_stream_hangup_behind();
+    test_stream_descriptors();
     test_ping();
     test_stream_close();
     test_steps_readers();
