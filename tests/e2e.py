@@ -179,10 +179,11 @@ class Daemon:
         self.process = subprocess.Popen(command + [str(a) for a in args], stderr=subprocess.PIPE,
                                         stdin=subprocess.DEVNULL, text=True, preexec_fn=before,
                                         env=environment, pass_fds=fds)
+        self.addresses = []  # before the reader, which fills it
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
-        self.addresses = []
         if waits and not until(lambda: self.addresses or self.process.poll() is not None):
+            self.process.kill()
             raise RuntimeError("prefilld is not ready:\n" + "".join(self.log))
         if waits and not self.addresses:
             raise RuntimeError("prefilld has ended:\n" + "".join(self.log))
