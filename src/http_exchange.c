@@ -16,9 +16,13 @@ static void make_id(char *id)
     /* 12 bytes never come in part, and the pool is filled long before a server starts. */
     if (getrandom(bytes, sizeof(bytes), 0) != (ssize_t)sizeof(bytes))
         memset(bytes, 0, sizeof(bytes));
-    char *p = id + sprintf(id, "pf-");
-    for (size_t i = 0; i < sizeof(bytes); i++)
-        p += sprintf(p, "%02x", bytes[i]);
+    static const char hex[] = "0123456789abcdef";
+    memcpy(id, "pf-", 3);
+    for (size_t i = 0; i < sizeof(bytes); i++) {
+        id[3 + 2 * i] = hex[bytes[i] >> 4];
+        id[4 + 2 * i] = hex[bytes[i] & 15];
+    }
+    id[3 + 2 * sizeof(bytes)] = '\0';
 }
 
 /* RFC 9112, 3.2.2: http://HOST/PATH is to be taken for /PATH. */

@@ -11,7 +11,8 @@ struct lane {
 
 struct work {
     pthread_mutex_t lock;
-    pthread_cond_t wake;
+    pthread_cond_t wake,
+        wake_spare; /* the threads that take requests, and the one that does not */
     struct lane lanes[WORK_N_LANES];
     int32_t n_requests; /* waiting in WORK_REQUEST and WORK_BULK */
     int32_t max_requests;
@@ -42,7 +43,13 @@ static struct work_job *take_job(struct work *w, int n_lanes, enum work_lane *la
     return NULL;
 }
 
-static void work(struct work *w, int n_lanes)
+static void wake_all(struct work *w)
+{
+    pthread_cond_broadcast(&w->wake);
+    pthread_cond_signal(&w->wake_spare);
+}
+
+static void work(struct work *w, int n_lanes, pthread_cond_t *wake)
 {
     pthread_mutex_lock(&w->lock);
     for (;;) {
@@ -59,23 +66,25 @@ static void work(struct work *w, int n_lanes)
         } else if (w->is_closing && w->n_running == 0) {
             break;
         } else {
-            pthread_cond_wait(&w->wake, &w->lock);
+            pthread_cond_wait(wake, &w->lock);
         }
     }
     /* Others may sleep until the last job has ended. */
-    pthread_cond_broadcast(&w->wake);
+    wake_all(w);
     pthread_mutex_unlock(&w->lock);
 }
 
 static void *worker_main(void *arg)
 {
-    work(arg, WORK_N_LANES);
+    struct work *w = arg;
+    work(w, WORK_N_LANES, &w->wake);
     return NULL;
 }
 
 static void *spare_main(void *arg)
 {
-    work(arg, WORK_REQUEST);
+    struct work *w = arg;
+    work(w, WORK_REQUEST, &w->wake_spare);
     return NULL;
 }
 
@@ -87,6 +96,7 @@ int work_open(int32_t n_threads, int32_t max_requests, struct work **out)
         return ERR_NOMEM;
     pthread_mutex_init(&w->lock, NULL);
     pthread_cond_init(&w->wake, NULL);
+    pthread_cond_init(&w->wake_spare, NULL);
     for (int i = 0; i < WORK_N_LANES; i++)
         w->lanes[i].tail = &w->lanes[i].head;
     w->max_requests = max_requests;
@@ -115,7 +125,11 @@ int work_post(struct work *w, enum work_lane lane, struct work_job *job)
         w->n_requests++;
     *w->lanes[lane].tail = job;
     w->lanes[lane].tail = &job->next;
-    pthread_cond_broadcast(&w->wake); /* one alone may be the one that takes no requests */
+    /* One of those that take requests, which looks again after each job; it may be busy with a long
+     * one, so that what must not wait for that wakes the spare, too. */
+    pthread_cond_signal(&w->wake);
+    if (lane < WORK_REQUEST)
+        pthread_cond_signal(&w->wake_spare);
     pthread_mutex_unlock(&w->lock);
     return 0;
 }
@@ -126,11 +140,12 @@ void work_close(struct work *w)
         return;
     pthread_mutex_lock(&w->lock);
     w->is_closing = true;
-    pthread_cond_broadcast(&w->wake);
+    wake_all(w);
     pthread_mutex_unlock(&w->lock);
     for (int32_t i = 0; i < w->n_threads; i++)
         pthread_join(w->threads[i], NULL);
     pthread_cond_destroy(&w->wake);
+    pthread_cond_destroy(&w->wake_spare);
     pthread_mutex_destroy(&w->lock);
     free(w);
 }
