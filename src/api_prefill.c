@@ -30,7 +30,7 @@ struct question {
     bool with_ids;
     char source[SESSION_ID_MAX + 2]; /* of session or fork; longer ones are none of ours */
     bool has_source, is_fork;
-    int64_t ttl_us; /* of keep; 0: not */
+    struct session_terms terms; /* of keep; ttl_us 0: not */
 };
 
 /* ---- reading the body ---- */
@@ -55,7 +55,7 @@ static int read_mode(const json_t *root, enum logprobs_mode *mode, struct json_e
                      "logprobs is another string; \"none\", \"next\" and \"all\" are accepted");
 }
 
-/* true, or {"ttl_s": seconds}. */
+/* true, or {"ttl_s": seconds, "pinned": bool}. */
 static int read_keep(const struct api *a, const json_t *root, struct question *q,
                      struct json_error *e)
 {
@@ -65,10 +65,18 @@ static int read_keep(const struct api *a, const json_t *root, struct question *q
         return 0;
     if (!json_is_true(v) && !json_is_object(v))
         return json_fail(e, ERR_INVALID, "keep",
-                         "keep is %s; true, false and {\"ttl_s\": seconds} are accepted",
+                         "keep is %s; true, false and {\"ttl_s\": seconds, \"pinned\": true or "
+                         "false} are accepted",
                          json_kind(v));
-    int rc = json_is_true(v) ? 0 : json_get_int(v, "ttl_s", 1, SESSION_MAX_TTL_S, &ttl_s, e);
-    q->ttl_us = ttl_s * 1000000;
+    int rc = 0;
+    if (json_is_object(v)) {
+        const json_t *pinned = json_object_get(v, "pinned");
+        q->terms.has_pinning = pinned && !json_is_null(pinned);
+        rc = json_get_int(v, "ttl_s", 1, SESSION_MAX_TTL_S, &ttl_s, e);
+        if (rc == 0)
+            rc = json_get_bool(v, "pinned", &q->terms.is_pinned, e);
+    }
+    q->terms.ttl_us = ttl_s * 1000000;
     return rc;
 }
 
@@ -190,8 +198,8 @@ static int bind_sessions(const struct api *a, struct question *q, struct bond *b
     if (q->has_source && !q->is_fork) {
         bond->keeps = bond->source;
         sessions_ref(a->sessions, bond->keeps);
-    } else if (q->ttl_us) {
-        bond->keeps = sessions_new(a->sessions, q->ttl_us);
+    } else if (q->terms.ttl_us) {
+        bond->keeps = sessions_new(a->sessions, q->terms.ttl_us);
         if (!bond->keeps)
             rc = json_fail(e, ERR_NOMEM, NULL, "memory is short");
     }
@@ -225,7 +233,7 @@ static struct call *new_call(struct api *a, struct exchange *x, struct question 
     r->keeps = bond->keeps;
     r->n_source = bond->n_source;
     r->is_fork = q->is_fork;
-    r->keep_ttl_us = q->ttl_us;
+    r->keep_terms = q->terms;
     /* The row of the first new token is the session's last one's, which is not computed again. */
     r->logprobs_from = bond->n_source ? bond->n_source + 1 : 0;
     return c;

@@ -12,9 +12,11 @@ static void add_session(struct buf *b, const struct session_info *i)
     buf_json_string(b, i->id, strlen(i->id));
     buf_printf(b,
                ", \"object\": \"session\", \"created\": %lld, \"tokens\": %d, \"busy\": %s, "
+               "\"pinned\": %s, "
                "\"idle_s\": %.3f, \"expires_in_s\": %.3f}",
                (long long)i->created_unix_s, i->n_tokens, i->is_busy ? "true" : "false",
-               (double)i->idle_us / 1e6, i->expires_us > 0 ? (double)i->expires_us / 1e6 : 0.0);
+               i->is_pinned ? "true" : "false", (double)i->idle_us / 1e6,
+               i->expires_us > 0 ? (double)i->expires_us / 1e6 : 0.0);
 }
 
 void api_sessions(struct api *a, struct exchange *x)

@@ -82,9 +82,9 @@ void engine_end_all(struct engine *en, const char *why);
 struct engine_start engine_session_start(const struct engine *en, const struct request *r);
 /* Gives back what deleted and expired ones held. */
 void engine_session_tick(struct engine *en);
-/* Gives up the one that was not used for longest; with_used: also one that requests wait to begin
- * at, which then begin at their start. False: there is none. */
-bool engine_session_evict(struct engine *en, bool with_used);
+/* Gives up the one that was not used for longest; is_needed: also one that is pinned, or that
+ * requests wait to begin at, which then begin at their start. False: there is none. */
+bool engine_session_evict(struct engine *en, bool is_needed);
 /* r has ended well: the session that is to keep its end takes its slot and shares its pages. False:
  * it does not, and r has them still. */
 bool engine_session_keep(struct engine *en, struct request *r);

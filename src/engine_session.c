@@ -54,9 +54,9 @@ void engine_session_tick(struct engine *en)
     }
 }
 
-bool engine_session_evict(struct engine *en, bool with_used)
+bool engine_session_evict(struct engine *en, bool is_needed)
 {
-    struct session *s = en->sessions ? sessions_evict(en->sessions, with_used) : NULL;
+    struct session *s = en->sessions ? sessions_evict(en->sessions, is_needed) : NULL;
     if (!s)
         return false;
     let_go(en, s);
@@ -71,7 +71,7 @@ bool engine_session_keep(struct engine *en, struct request *r)
         return false;
     int32_t n_pages = pages_for_tokens(&en->pages, r->n_prompt);
     int32_t *pages = malloc((size_t)n_pages * sizeof(*pages));
-    if (!pages || sessions_keep(en->sessions, s, r->ids, r->n_prompt, r->keep_ttl_us) != 0) {
+    if (!pages || sessions_keep(en->sessions, s, r->ids, r->n_prompt, &r->keep_terms) != 0) {
         free(pages);
         return false;
     }

@@ -14,6 +14,7 @@
 #include "err.h"
 #include "sampler.h"
 #include "sched.h"
+#include "session.h"
 
 enum { REQUEST_ID_MAX = 128 };
 
@@ -44,7 +45,6 @@ struct request_piece {
 enum finish { FINISH_LENGTH, FINISH_STOP };
 
 struct prefix_node;
-struct session;
 
 struct request {
     atomic_int refs;
@@ -68,9 +68,9 @@ struct request {
      * engine at the request's end, else by whoever made it. */
     struct session *source, *keeps;
     int32_t n_source;
-    int64_t keep_ttl_us; /* 0: as the session has it */
-    bool is_fork;        /* the source stays as it is */
-    int32_t *share_key;  /* [n_share_key], owned; NULL: none, which is a key, too */
+    struct session_terms keep_terms;
+    bool is_fork;       /* the source stays as it is */
+    int32_t *share_key; /* [n_share_key], owned; NULL: none, which is a key, too */
     int32_t n_share_key;
     /* Called once by the engine thread when the request has ended, after results are in place
      * and all pool memory was returned; must not block. */

@@ -120,7 +120,8 @@ static struct session_info info_of(const struct session *s, int64_t now_us)
                              .idle_us = now_us - s->used_us,
                              .expires_us = s->used_us + s->ttl_us - now_us,
                              .n_tokens = s->n_tokens,
-                             .is_busy = s->is_busy || s->n_users > 0};
+                             .is_busy = s->is_busy || s->n_users > 0,
+                             .is_pinned = s->is_pinned};
     memcpy(i.id, s->id, sizeof(i.id));
     return i;
 }
@@ -245,7 +246,7 @@ int sessions_delete(struct sessions *t, const char *id, struct errmsg *e)
 /* ---- engine ---- */
 
 int sessions_keep(struct sessions *t, struct session *s, const int32_t *ids, int32_t n_ids,
-                  int64_t ttl_us)
+                  const struct session_terms *terms)
 {
     int32_t *copy = malloc((size_t)n_ids * sizeof(*copy));
     if (!copy)
@@ -260,7 +261,8 @@ int sessions_keep(struct sessions *t, struct session *s, const int32_t *ids, int
     free(s->ids);
     s->ids = copy;
     s->n_tokens = n_ids;
-    s->ttl_us = ttl_us ? ttl_us : s->ttl_us;
+    s->ttl_us = terms->ttl_us ? terms->ttl_us : s->ttl_us;
+    s->is_pinned = terms->has_pinning ? terms->is_pinned : s->is_pinned;
     if (!s->created_unix_s) {
         s->created_unix_s = (int64_t)time(NULL);
         s->is_listed = true;
@@ -297,20 +299,29 @@ struct session *sessions_next_dead(struct sessions *t, int64_t now_us)
     return dead;
 }
 
-struct session *sessions_evict(struct sessions *t, bool with_used)
+/* Those of a lower number go first. */
+static int order_of(const struct session *s)
 {
-    struct session *oldest = NULL;
+    return 2 * s->is_pinned + (s->is_busy || s->n_users > 0);
+}
+
+struct session *sessions_evict(struct sessions *t, bool is_needed)
+{
+    struct session *first = NULL;
     pthread_mutex_lock(&t->lock);
-    for (struct session *s = t->first; s; s = s->next)
-        if (s->is_listed && (with_used || (!s->is_busy && s->n_users == 0)) &&
-            (!oldest || s->used_us < oldest->used_us))
-            oldest = s;
-    if (oldest) {
-        hide(t, oldest, "was evicted: other requests needed its memory");
-        take(t, oldest);
+    for (struct session *s = t->first; s; s = s->next) {
+        if (!s->is_listed || (!is_needed && order_of(s) > 0))
+            continue;
+        if (!first || order_of(s) < order_of(first) ||
+            (order_of(s) == order_of(first) && s->used_us < first->used_us))
+            first = s;
+    }
+    if (first) {
+        hide(t, first, "was evicted: other requests needed its memory");
+        take(t, first);
     }
     pthread_mutex_unlock(&t->lock);
-    return oldest;
+    return first;
 }
 
 int32_t sessions_count(struct sessions *t)

@@ -26,6 +26,7 @@ struct session {
     int32_t n_users; /* forks under way */
     bool is_busy;    /* being continued */
     bool is_listed;  /* can be found */
+    bool is_pinned;
     int64_t created_unix_s;
     int64_t used_us; /* monotonic */
     /* The engine's. */
@@ -34,12 +35,19 @@ struct session {
     int32_t n_pages;
 };
 
+/* How a request wants its session kept. */
+struct session_terms {
+    int64_t ttl_us;   /* 0: as it was */
+    bool is_pinned;   /* goes last when room is needed */
+    bool has_pinning; /* else as it was */
+};
+
 /* What a list says of one. */
 struct session_info {
     char id[SESSION_ID_MAX + 1];
     int64_t created_unix_s, idle_us, expires_us; /* from now */
     int32_t n_tokens;
-    bool is_busy;
+    bool is_busy, is_pinned;
 };
 
 struct sessions; /* opaque */
@@ -72,16 +80,16 @@ int sessions_delete(struct sessions *t, const char *id, struct errmsg *e);
 
 /* ---- engine ---- */
 
-/* s's state is that of these tokens (copied) now, and ttl_us its time (0: as it was); a new one is
- * listed. Returns 0, ERR_NOMEM, or ERR_NOT_FOUND: it has gone meanwhile. */
+/* s's state is that of these tokens (copied) now, on these terms; a new one is listed. Returns 0,
+ * ERR_NOMEM, or ERR_NOT_FOUND: it has gone meanwhile. */
 int sessions_keep(struct sessions *t, struct session *s, const int32_t *ids, int32_t n_ids,
-                  int64_t ttl_us);
+                  const struct session_terms *terms);
 /* One that was deleted or has expired at now_us and holds a slot: off the list, with a reference
  * for the caller; NULL: none. O(sessions) when there may be one, else O(1). */
 struct session *sessions_next_dead(struct sessions *t, int64_t now_us);
-/* The one that was not used for longest, off the list, with a reference; none that is in use
- * unless with_used. NULL: none. O(sessions). */
-struct session *sessions_evict(struct sessions *t, bool with_used);
+/* The one that was not used for longest, off the list, with a reference. Those that are in use
+ * or pinned are spared unless is_needed; and then the pinned go last. NULL: none. O(sessions). */
+struct session *sessions_evict(struct sessions *t, bool is_needed);
 /* Sessions on the list. */
 int32_t sessions_count(struct sessions *t);
 

@@ -122,6 +122,15 @@ def ends(d, ids):
     check(statuses[:4] == [404] * 4 and statuses[-2:] == [200] * 2, "the oldest go", statuses)
     check("evicted" in get(d, names[0]).error()["message"], "and say why", get(d, names[0]))
     check(d.prefill(prompt=ids[:900]).status == 200, "a prompt finds room")
+    pinned = d.prefill(prompt=ids[:64], keep={"pinned": True}).json()["session"]
+    names = [keep(d, ids[i:i + 200])["session"] for i in range(6)] + [pinned]
+    check(get(d, pinned).json()["pinned"] and get(d, names[0]).status == 404, "a pinned one stays",
+          get(d, pinned))
+    d.prefill(prompt=ids[64:65], session=pinned, keep={"ttl_s": 9})
+    check(get(d, pinned).json()["pinned"] and get(d, pinned).json()["expires_in_s"] <= 9,
+          "also when it goes on", get(d, pinned))
+    check(d.prefill(prompt=ids[:1024]).status == 200 and get(d, pinned).status == 404,
+          "but for a prompt that takes all")
     sums = d.pool_sums()
     for n in names:
         d.ask("DELETE", f"/v1/sessions/{n}")

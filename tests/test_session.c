@@ -161,6 +161,8 @@ static void keep_new(struct world *w, struct name *to)
     int32_t n = random_cut(w->rng, 0);
     struct request *r = new_request(w, i, n, &n_done);
     r->keeps = sessions_new(w->sessions, 1000000000);
+    r->keep_terms =
+        (struct session_terms){.is_pinned = rng_int(w->rng, 4) == 0, .has_pinning = true};
     run_all(w, &r, 1, &n_done);
     count.failed += r->outcome != OUTCOME_OK;
     if (r->outcome == OUTCOME_OK) {
