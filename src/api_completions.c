@@ -165,10 +165,12 @@ static int read_options(const struct api *a, const json_t *root, struct completi
     return rc ? rc : completion_read_labels(a, root, c, e);
 }
 
-static int read_truncation(const struct api *a, const json_t *root, struct prompt_rules *r,
-                           struct json_error *e)
+/* After max_tokens: what fits is what that leaves. */
+static int read_truncation(const struct api *a, const struct completion *c, const json_t *root,
+                           struct prompt_rules *r, struct json_error *e)
 {
     int64_t n = 0;
+    int32_t n_fit = a->max_prompt_tokens - (c->max_new > 1 ? c->max_new - 1 : 0);
     const char *side = "left";
     size_t len = 4;
     int rc = json_get_int(root, "truncate_prompt_tokens", -1, INT32_MAX, &n, e);
@@ -182,7 +184,7 @@ static int read_truncation(const struct api *a, const json_t *root, struct promp
         rc = json_fail(e, ERR_INVALID, "truncate_prompt_tokens",
                        "truncate_prompt_tokens is 0; -1, for all that fit, and 1 or more are "
                        "accepted");
-    r->truncate = n < 0 ? a->max_prompt_tokens : (int32_t)n;
+    r->truncate = n >= 0 ? (int32_t)n : n_fit > 0 ? n_fit : 1;
     r->from_left = strcmp(side, "left") == 0;
     return rc;
 }
@@ -288,7 +290,7 @@ static int read_question(struct api *a, struct exchange *x, struct completion *c
     if (rc == 0)
         rc = read_options(a, body.root, c, e);
     if (rc == 0)
-        rc = read_truncation(a, body.root, &prompt, e);
+        rc = read_truncation(a, c, body.root, &prompt, e);
     if (rc == 0)
         rc = api_read_prompts(a, &body, &prompt, &c->prompts, &c->n_prompts, e);
     if (rc == 0)

@@ -50,6 +50,11 @@ static void test_shapes(void)
           "{\"7\": {\"logprob\": -1, \"rank\": 1, \"decoded_token\": \"(\"}, \"8\":");
     HOLDS(s, "{\"prompt\":[5,6,7,8],\"truncate_prompt_tokens\":2,\"return_token_ids\":true}",
           "the end is kept", "\"prompt_token_ids\": [7, 8]");
+    char long_prompt[1024] = "{\"prompt\":[1";
+    for (int i = 0; i < 120; i++)
+        strcat(long_prompt, ",2");
+    strcat(long_prompt, "],\"truncate_prompt_tokens\":-1,\"max_tokens\":6}");
+    HOLDS(s, long_prompt, "what fits with max_tokens", "\"prompt_tokens\": 95");
     HOLDS(s,
           "{\"prompt\":[5,6,7,8],\"truncate_prompt_tokens\":2,\"truncation_side\":\"right\","
           "\"return_token_ids\":true}",
