@@ -4,6 +4,7 @@
  * what it has not had. A reader belongs to its exchange, and is in the list until it is ended by
  * the worker that finds its client gone or the server stopping. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "api_priv.h"
 #include "api_steps.h"
@@ -74,6 +75,13 @@ static void on_hangup(void *call)
 void api_steps(struct api *a, struct exchange *x)
 {
     struct steps_readers *l = &a->readers;
+    /* libmicrohttpd ends a stream with a last chunk, for HEAD, too, which has no body. */
+    if (strcmp(exchange_method(x), "HEAD") == 0) {
+        struct buf none;
+        buf_init(&none);
+        exchange_reply(x, 200, "text/event-stream", &none);
+        return;
+    }
     struct steps_reader *r = calloc(1, sizeof(*r));
     if (!r) {
         api_error(a, x, 500, NULL, "memory is short");

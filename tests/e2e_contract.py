@@ -202,6 +202,16 @@ def test_refusals(d):
               (status != 405 or "allow" in a.headers), f"{method} {path}: {status}", a)
 
 
+def test_head(d):
+    """HEAD has no body, so that the next answer on the connection is the next answer."""
+    for path in ("/health", "/metrics", "/v1/models", "/v1/trace", "/v1/steps", "/nothing"):
+        with d.conn() as c:
+            a = c.ask("HEAD", path)
+            b = c.ask("GET", "/version")
+            check(a.status == (404 if path == "/nothing" else 200) and b.status == 200 and
+                  b.json()["backend"], f"HEAD {path}, then another call", (a, b))
+
+
 def test_limit():
     with Daemon("--kv-tokens", 1024, "--max-prompt-tokens", 500) as d:
         n = d.ask("GET", "/v1/models").json()["data"][0]["max_model_len"]
@@ -329,6 +339,7 @@ def main():
         test_cuts_and_company(d)
         test_text(d)
         test_refusals(d)
+        test_head(d)
         test_requests(d)
         test_dashboard(d)
         check(until(d.is_idle) and d.pool_sums() == sums, "all slots and pages are back", sums)
