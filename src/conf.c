@@ -248,7 +248,7 @@ static void print_range(char *out, size_t cap, const struct option *o)
         n = snprintf(out, cap, "%lld to %lldG bytes; K, M and G count in powers of 1024",
                      (long long)o->min, (long long)(o->max / GIB));
     else if (o->kind == KIND_SHARE)
-        n = snprintf(out, cap, "%.2f to %.2f", (double)o->min / 1000, (double)o->max / 1000);
+        n = snprintf(out, cap, "%.3g to %.3g", (double)o->min / 1000, (double)o->max / 1000);
     else if (o->max == INT64_MAX)
         n = snprintf(out, cap, "%lld or more", (long long)o->min);
     else

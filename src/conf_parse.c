@@ -6,6 +6,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "api.h"
 #include "buf.h"
 #include "conf_priv.h"
 
@@ -264,6 +265,10 @@ int conf_parse(int argc, char **argv, struct conf *c, struct errmsg *e)
         rc = errmsg_set(e, ERR_INVALID,
                         "%s: limits of keys need api-key-file, which is not given",
                         c->max_key_requests > 0 ? "max-key-requests" : "max-key-tokens");
+    if (rc == 0 && !c->api_key_file && c->api_key_scope != API_KEY_CALLS)
+        rc =
+            errmsg_set(e, ERR_INVALID,
+                       "api-key-scope: asking for keys needs api-key-file, which is not given");
     if (rc != 0)
         conf_fini(c);
     return rc;

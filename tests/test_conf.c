@@ -139,6 +139,9 @@ Test(conf, limits_of_keys_need_keys)
 {
     cr_assert(parse("--model m --max-key-tokens 5") == ERR_INVALID);
     cr_assert(strstr(e.text, "max-key-tokens: limits of keys need api-key-file"), "%s", e.text);
+    cr_assert(parse("--model m --api-key-scope all") == ERR_INVALID);
+    cr_assert(strstr(e.text, "api-key-scope: asking for keys needs api-key-file"), "%s",
+              e.text);
     cr_assert(parse("--model m --max-key-requests 5 --api-key-file k") == 0);
     conf_fini(&c);
 }
@@ -153,8 +156,8 @@ Test(conf, shares_are_decimals)
     for (size_t i = 0; i < sizeof(wrong) / sizeof(wrong[0]); i++) {
         char line[80];
         snprintf(line, sizeof(line), "--model m --gpu-memory %s", wrong[i]);
-        cr_assert(parse(line) == ERR_INVALID && says("--gpu-memory") && says("0.05 to 1.00"),
-                  "%s", wrong[i]);
+        cr_assert(parse(line) == ERR_INVALID && says("--gpu-memory") && says("0.05 to 1"), "%s",
+                  wrong[i]);
     }
 }
 
@@ -185,6 +188,7 @@ Test(conf, wrong_values_name_option_value_and_what_is_accepted)
         {"--model m --max-seqs 0x10", "--max-seqs", "0x10", "1 to"},
         {"--model m --max-seqs 1e3", "--max-seqs", "1e3", "1 to"},
         {"--model m --kv-tokens 10K", "--kv-tokens", "10K", "0 to"},
+        {"--model m --prefix-cache-share 0", "--prefix-cache-share", "\"0\"", "0.001 to 1"},
         {"--model m --page-tokens 96", "--page-tokens", "96", "a multiple of 64"},
         {"--model m --page-tokens 0", "--page-tokens", "\"0\"", "64 to"},
         {"--model m --dummy-seed 9223372036854775808", "--dummy-seed", "922337203",
