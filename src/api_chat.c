@@ -98,6 +98,16 @@ static int fail_message(struct json_error *e, size_t i, const char *what)
     return json_fail(e, ERR_INVALID, "messages", "messages[%zu] %s", i, what);
 }
 
+/* As OpenAI's two calls name them; some clients leave the type out. */
+static bool is_text_type(const json_t *type)
+{
+    const char *name = json_string_value(type);
+    if (!name)
+        return !type || json_is_null(type);
+    return strcmp(name, "text") == 0 || strcmp(name, "input_text") == 0 ||
+           strcmp(name, "output_text") == 0;
+}
+
 /* A string, or a list of parts of which each is a text. */
 static int add_content(struct buf *b, const json_t *content, size_t i, struct json_error *e)
 {
@@ -114,7 +124,7 @@ static int add_content(struct buf *b, const json_t *content, size_t i, struct js
     json_array_foreach(content, j, part)
     {
         const json_t *text = json_object_get(part, "text");
-        if (!json_is_string(text))
+        if (!json_is_string(text) || !is_text_type(json_object_get(part, "type")))
             return fail_message(e, i, "has a part that is no text; only text is served");
         buf_add(b, json_string_value(text), json_string_length(text));
     }
@@ -163,9 +173,12 @@ static int add_message(struct buf *b, const struct template *o, const json_t *m,
                             "is no object with a role of system, developer, user or assistant");
     if (json_array_size(json_object_get(m, "tool_calls")) > 0)
         return fail_message(e, i, "has tool_calls; tools are not served by this version");
+    const json_t *said = json_object_get(m, "content");
+    if ((!said || json_is_null(said)) && strcmp(role, "assistant") != 0)
+        return fail_message(e, i, "has no content; a string or a list of texts is accepted");
     struct buf content;
     buf_init(&content);
-    int rc = add_content(&content, json_object_get(m, "content"), i, e);
+    int rc = add_content(&content, said, i, e);
     buf_printf(b, "<|im_start|>%s\n", role);
     if (is_open)
         buf_add(b, content.data, content.len);

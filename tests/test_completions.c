@@ -394,6 +394,12 @@ static const struct {
      "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"image\"}]}]}",
      "messages[0] has a part that is no text", 400},
     {"/v1/chat/completions",
+     "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"image_url\",\"text\":\"a\"}]}]"
+     "}",
+     "messages[0] has a part that is no text", 400},
+    {"/v1/chat/completions", "{\"messages\":[{\"role\":\"user\",\"contents\":\"a\"}]}",
+     "messages[0] has no content", 400},
+    {"/v1/chat/completions",
      "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"tools\":[{}]}",
      "tools is a list; this version", 400},
     {"/v1/chat/completions",
