@@ -357,8 +357,10 @@ struct step_times {
 };
 
 struct backend_ops {
-    const char *name;   /* "cpu", "cuda" */
-    int32_t max_adjust; /* adjustments in all samples of a step; 0: any number */
+    const char *name;      /* "cpu", "cuda" */
+    int32_t max_adjust;    /* adjustments in all samples of a step; 0: any number */
+    bool small_steps_cost; /* a step of a few tokens takes a good part of a full one's time: the
+                              weights are read for it, too */
 
     /* Opens the device: threads (0: all) for the CPU, device index for CUDA. Fills *b. */
     int (*open)(struct backend *b, int32_t device_or_threads, struct errmsg *e);

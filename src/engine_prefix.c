@@ -332,6 +332,13 @@ static bool park(struct engine *en, struct request *r, int32_t from)
     return false;
 }
 
+/* Whether a piece's end costs little: what is behind it may share its step with others' tokens. */
+static bool is_cut_cheap(const struct engine *en)
+{
+    return !model_small_steps_cost(en->model) || en->n_admitted > 1 ||
+           queue_n_waiting(en->queue) > 0;
+}
+
 /* r was admitted and begins at n_planned tokens: what lies ahead is its own, unless another makes
  * it. */
 static void claim(struct engine *en, struct request *r, int32_t n_planned)
@@ -342,7 +349,8 @@ static void claim(struct engine *en, struct request *r, int32_t n_planned)
         int64_t n_others = v->n_users - (below ? below->n_users : 0);
         bool is_branch = n_others * n >= en->min_shared_tokens ||
                          (v->n_children > 1 && n >= en->min_shared_tokens);
-        bool is_end = v == r->path && !r->shares_once && n >= en->checkpoint_tokens;
+        bool is_end =
+            v == r->path && !r->shares_once && n >= en->checkpoint_tokens && is_cut_cheap(en);
         below = v;
         if (v->maker && sched_n_planned(en->sched, &v->maker->item) < v->depth)
             continue;

@@ -330,6 +330,11 @@ bool model_times(struct model *m, struct step_times *out)
     return true;
 }
 
+bool model_small_steps_cost(const struct model *m)
+{
+    return m->b->ops->small_steps_cost;
+}
+
 const char *model_why_lost(const struct model *m)
 {
     return m->b->lost ? m->b->lost : "unknown";

@@ -265,6 +265,44 @@ static void run_world(const char *dir, struct rng *rng, struct count *count)
     fixture_close(&f);
 }
 
+/* Where small steps cost, a prompt that is alone is not cut for the sake of its end; with another
+ * beside it, it is. */
+static void test_ends(const char *dir)
+{
+    for (int costs = 0; costs < 2; costs++) {
+        struct fixture f;
+        struct model_options o = {.max_step_tokens = 512, .kv_tokens = 4096, .state_slots = 8};
+        struct engine_config c = {.max_waiting = 8, .checkpoint_tokens = 128};
+        int n_done = 0;
+        if (fixture_open_as(&f, dir, &o, 1, true) != 0 || fixture_open_engine(&f, &c) != 0)
+            exit(1);
+        real_ops = f.backend.ops;
+        hooked = *real_ops;
+        hooked.small_steps_cost = costs;
+        f.backend.ops = &hooked;
+        struct request *r[3];
+        for (int i = 0; i < 3; i++) {
+            r[i] = fixture_request(&f, refs[i].ids, 250, LOGPROBS_NEXT, 1, &n_done);
+            r[i]->shares = true;
+            r[i]->ids[0] = i; /* nothing in common */
+            queue_push(f.queue, r[i]);
+            while (i == 0 && n_done < 1)
+                engine_turn(f.engine);
+            if (i == 0)
+                CHECK(f.engine->slots.n_cached == !costs && r[0]->n_pieces == 2 - costs,
+                      "small steps cost %d: alone, %d states are kept", costs,
+                      f.engine->slots.n_cached);
+        }
+        while (n_done < 3)
+            engine_turn(f.engine);
+        CHECK(f.engine->slots.n_cached >= 2, "and of two at once both, or the first");
+        for (int i = 0; i < 3; i++)
+            request_unref(r[i]);
+        f.backend.ops = real_ops;
+        fixture_close(&f);
+    }
+}
+
 /* test_share [seed] [worlds] */
 int main(int argc, char **argv)
 {
@@ -277,6 +315,7 @@ int main(int argc, char **argv)
     log_set_level(-1); /* faults are part of it */
     printf("# seed %llu\n", (unsigned long long)rng.s);
     make_references(dir, &rng);
+    test_ends(dir);
     for (int i = 0; i < n_worlds; i++)
         run_world(dir, &rng, &count);
     tiny_remove(dir);

@@ -61,7 +61,7 @@ for what in $wanted; do
             step memcheck-backend 200 compute-sanitizer --tool memcheck --error-exitcode 9 \
                 ./test_backend small
             step memcheck-replay 200 env TEST_BACKEND=cuda compute-sanitizer --tool memcheck \
-                --error-exitcode 9 ./test_bits 20261130 1 8
+                --error-exitcode 9 ./test_bits 20261130 3 12
             grep 'ERROR SUMMARY' "$logs"/memcheck-*.log
         else
             table="${table}memcheck-backend             skip: no compute-sanitizer here
