@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""guidellm and aiperf, unmodified, against a daemon with the demo model, which does nothing else:
+"""guidellm, aiperf, sglang.bench_serving and vllm bench serve, unmodified, against a daemon with the demo model, which
+does nothing else:
 
-    load_tools.py URL MODEL-DIRECTORY WORK GUIDELLM AIPERF      the last two are their programs
+    load_tools.py URL MODEL-DIRECTORY WORK PROGRAM...    guidellm, aiperf, and the python that has the other two
 
 What they count is held against what the daemon counted. Exit 1 when a request failed, a token is
 missing, or no first token was measured."""
@@ -71,23 +72,60 @@ def aiperf(program, url, model, work, kind):
             "ttft_ms": found["time_to_first_token"]["p50"]}
 
 
+def sglang(program, url, model, work, kind):
+    """Its prompts are texts of random ids, which it counts; as texts they have other ids."""
+    out = os.path.join(work, f"{kind}.jsonl")
+    if os.path.exists(out):
+        os.remove(out)
+    run([program, "-m", "sglang.bench_serving", "--backend", kind, "--base-url", url, "--model", "demo",
+         "--tokenizer", model, "--dataset-name", "random-ids", "--random-input-len", "200",
+         "--random-output-len", str(N_NEW), "--random-range-ratio", "1", "--num-prompts", str(N_REQUESTS),
+         "--max-concurrency", str(CONCURRENCY), "--warmup-requests", "0", "--output-file", out],
+        os.path.join(work, "sglang.log"))
+    with open(out, encoding="utf-8") as f:
+        found = json.loads(f.readline())
+    return {"ok": found["completed"], "failed": N_REQUESTS - found["completed"],
+            "prompt": None, "new": found["total_output_tokens"],
+            "ttft_ms": found["median_ttft_ms"]}
+
+
+def vllm(program, url, model, work, kind):
+    out = f"vllm-{kind}.json"
+    path = "/v1/chat/completions" if kind == "openai-chat" else "/v1/completions"
+    run([program, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", kind, "--base-url", url,
+         "--endpoint", path, "--model", "demo", "--tokenizer", model, "--dataset-name", "random",
+         "--random-input-len", "200", "--random-output-len", str(N_NEW), "--num-prompts", str(N_REQUESTS),
+         "--max-concurrency", str(CONCURRENCY), "--ignore-eos", "--save-result", "--result-dir", work,
+         "--result-filename", out], os.path.join(work, "vllm.log"))
+    with open(os.path.join(work, out), encoding="utf-8") as f:
+        found = json.load(f)
+    return {"ok": found["completed"], "failed": N_REQUESTS - found["completed"],
+            "prompt": found["total_input_tokens"], "new": found["total_output_tokens"],
+            "ttft_ms": found["median_ttft_ms"]}
+
+
+TOOLS = {"guidellm": [(guidellm, "/v1/completions"), (guidellm, "/v1/chat/completions")],
+         "aiperf": [(aiperf, "completions"), (aiperf, "chat")],
+         "python": [(vllm, "openai"), (vllm, "openai-chat"),
+                    (sglang, "sglang"), (sglang, "sglang-oai"), (sglang, "sglang-oai-chat")]}
+
+
 def main(url, model, work, *programs):
     good = True
     model = os.path.abspath(model)
     os.makedirs(work, exist_ok=True)
-    for tool, program, kinds in ((guidellm, programs[0], ("/v1/completions",
-                                                          "/v1/chat/completions")),
-                                 (aiperf, programs[1], ("completions", "chat"))):
-        for kind in kinds:
+    for program in programs:
+        for tool, kind in TOOLS[os.path.basename(program)]:
             before = counted(url)
             found = tool(program, url, model, work, kind)
             n, prompt, new = (b - a for a, b in zip(before, counted(url), strict=True))
             same = (found["ok"] == n == N_REQUESTS and found["failed"] == 0 and
-                    found["prompt"] == prompt and found["new"] == new == N_REQUESTS * N_NEW and
+                    found["prompt"] in (prompt, None) and found["new"] == new == N_REQUESTS * N_NEW and
                     found["ttft_ms"] > 0)
             good &= same
+            counted_there = found["prompt"] and f"{found['prompt']:.0f}"
             print(f"{tool.__name__:9} {kind:21} {found['ok']:.0f} ok, {found['failed']} failed; "
-                  f"prompt tokens {found['prompt']:.0f} here {prompt:.0f}, new {found['new']:.0f} "
+                  f"prompt tokens {counted_there} here {prompt:.0f}, new {found['new']:.0f} "
                   f"here {new:.0f}; first token p50 {found['ttft_ms']:.0f} ms  "
                   f"{'same' if same else 'DIFFERS'}")
     sys.exit(not good)

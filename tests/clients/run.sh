@@ -1,8 +1,8 @@
 #!/bin/sh
 # Real clients, unmodified, against the daemon with the demo model. Needs a Python with pip, and the
 # network for PyPI once; takes minutes. With --hf also the reference, for which that Python needs
-# torch and transformers, and half an hour without fast kernels. With --tools guidellm and aiperf
-# alone, each in an environment of its own of some 2 GB.
+# torch and transformers, and some minutes. With --tools guidellm, aiperf, vllm bench serve and
+# sglang.bench_serving alone, in environments of 2, 2 and 8 GB; Python 3.11.
 #
 #   tests/clients/run.sh BUILD-DIRECTORY [--hf PYTHON | --tools]
 set -eu
@@ -25,6 +25,12 @@ if [ "${2-}" = --tools ]; then
             "$work/$name/bin/pip" install -q "$tool"
         }
     done
+    # The benchmarks of the two servers, whose kernels are for a GPU.
+    [ -e "$work/servers/done" ] || {
+        python3 -m venv "$work/servers"
+        "$work/servers/bin/pip" install -q --no-deps -r "$here/servers.txt"
+        touch "$work/servers/done"
+    }
 fi
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
@@ -39,7 +45,7 @@ done
 
 if [ "${2-}" = --tools ]; then
     "$python" "$here/load_tools.py" $url "$model" "$work/tools" "$work/guidellm/bin/guidellm" \
-        "$work/aiperf/bin/aiperf"
+        "$work/aiperf/bin/aiperf" "$work/servers/bin/python"
     exit
 fi
 "$python" "$here/openai_client.py" $url
@@ -57,6 +63,6 @@ if [ "${2-}" = --hf ]; then
     PYTHONPATH=$packages "$python" "$here/evaluate.py" "$work/tasks" "$work/sglang.json" \
         sglang-generate $url/generate 8 4 "$model" 2>"$work/sglang.log"
     PYTHONPATH=$packages "$python" "$here/evaluate.py" "$work/tasks" "$work/hf.json" \
-        hf "$model" 10 2>"$work/hf.log"
+        hf "$model" 60 2>"$work/hf.log"
 fi
 "$python" "$here/compare.py" "$work"
