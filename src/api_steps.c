@@ -9,7 +9,10 @@
 #include "api_priv.h"
 #include "api_steps.h"
 
-enum { HISTORY = 40 }; /* records that a new reader gets at once */
+enum {
+    HISTORY = 40,             /* records that a new reader gets at once */
+    MAX_WAITING = 256 * 1024, /* bytes; a reader that has not taken so many misses steps */
+};
 
 struct steps_reader {
     struct api *api;
@@ -50,7 +53,8 @@ static void write_to(struct exchange *x)
     do {
         seen = atomic_load(&r->n_notices);
         buf_init(&events);
-        r->place = steps_render(r->api->steps, r->place, &events);
+        if (exchange_stream_waiting(x) < MAX_WAITING)
+            r->place = steps_render(r->api->steps, r->place, &events);
         bool is_over = atomic_load(&r->is_gone) || atomic_load(&l->is_closing);
         if (!is_over && events.len > 0)
             is_over = !exchange_stream_write(x, &events);

@@ -138,6 +138,8 @@ void exchange_stream_open(struct exchange *x);
  * up to HTTP_MAX_STREAM_BYTES; one that leaves more is hung up on. Returns false when the client
  * has gone. One thread at a time. */
 bool exchange_stream_write(struct exchange *x, struct buf *events);
+/* Bytes written that the client has not taken. Any thread that holds x. */
+size_t exchange_stream_waiting(struct exchange *x);
 /* The last events; ends the caller's hold of x, as exchange_reply. */
 bool exchange_stream_end(struct exchange *x, struct buf *events);
 

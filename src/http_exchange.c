@@ -371,6 +371,14 @@ bool exchange_stream_write(struct exchange *x, struct buf *events)
     return is_here;
 }
 
+size_t exchange_stream_waiting(struct exchange *x)
+{
+    pthread_mutex_lock(&x->http->lock);
+    size_t n = x->stream.len - x->stream_at;
+    pthread_mutex_unlock(&x->http->lock);
+    return n;
+}
+
 bool exchange_stream_end(struct exchange *x, struct buf *events)
 {
     drop_call(x);

@@ -420,6 +420,47 @@ static void test_steps_readers(void)
     steps_fini(&steps);
 }
 
+/* A reader that takes nothing costs no more than a bound, and goes on where it can. */
+static void test_steps_unread(void)
+{
+    enum { RECORDS = 10000 }; /* of 3 KiB: more than any stream may leave unread */
+    struct server *s = server_start(NULL);
+    static struct steps steps;
+    static char text[1 << 16];
+    struct steps_record record = {.trace = {.n_tokens = 3, .n_pieces = STEPS_PIECES}};
+    for (int i = 0; i < STEPS_PIECES; i++)
+        memset(record.pieces[i].id, 'x', STEPS_ID - 1);
+    steps_init(&steps);
+    steps_readers_init(&s->api.readers);
+    s->api.steps = &steps;
+    steps_set_listener(&steps, api_steps_notify, &s->api);
+    int fd = client_connect(s->address);
+    client_sends(fd, "GET /v1/steps HTTP/1.1\r\nHost: t\r\n\r\n");
+    CHECK(recv(fd, text, 1, 0) == 1, "it is served");
+    for (int i = 0; i < RECORDS; i++) {
+        record.trace.number = i;
+        steps_add(&steps, &record);
+        if (i % 16 == 0)
+            client_sleep_ms(1);
+    }
+    CHECK(s->metrics.connections == 1, "who takes nothing stays");
+    size_t n_read = 0;
+    ssize_t n;
+    while (recv(fd, text, 1, MSG_PEEK | MSG_DONTWAIT) == 1) {
+        while ((n = recv(fd, text, sizeof(text), MSG_DONTWAIT)) > 0)
+            n_read += (size_t)n;
+        client_sleep_ms(50);
+    }
+    record.trace.number = RECORDS;
+    steps_add(&steps, &record);
+    CHECK(n_read < (16u << 20) && recv(fd, text, 1, 0) == 1, "and goes on: %zu bytes", n_read);
+    api_steps_close(&s->api);
+    close(fd);
+    CHECK(becomes(&s->metrics.connections, 0), "and is let go");
+    server_stop(s);
+    steps_fini(&steps);
+}
+
 int main(void)
 {
     signal(SIGPIPE, SIG_IGN);
@@ -433,5 +474,6 @@ int main(void)
     test_ping();
     test_stream_close();
     test_steps_readers();
+    test_steps_unread();
     return tap_done();
 }
