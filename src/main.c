@@ -432,14 +432,15 @@ static void server_drain(struct server *s)
     atomic_store(&s->api.phase, PHASE_DRAINING);
     http_release_inherited(s->http);
     api_steps_close(&s->api);
-    bool is_done = false;
-    while (!is_done && request_now_us() < deadline_us && !signals_wait(0, false)) {
+    bool is_done, is_over;
+    do {
         int64_t look_us = request_now_us() + LOOK_US;
         server_tick(s, "draining");
         is_done = engine_drain(s->engine, look_us) && http_flush(s->http, look_us);
         if (is_done && request_now_us() < incoming_us && http_n_incoming(s->http) > 0)
             is_done = signals_wait(LOOK_US / 1000, false) != 0;
-    }
+        is_over = request_now_us() >= deadline_us || signals_wait(0, false);
+    } while (!is_done && !is_over);
     if (is_done)
         log_info("event=drained");
     else

@@ -178,6 +178,11 @@ def test_drain():
         check(a is None or a.status == 503, "past drain-s the rest gets 503 or a close", a)
         check(d.wait() is not None, "and the daemon ends")
         check(time.monotonic() - start < 30, "in about drain-s")
+    with Daemon("--drain-s", 0, "--log-level", "info") as d:
+        d.prefill(prompt=[1, 2, 3])
+        check(d.stop() == 0 and "event=drained" in d.log_text() and
+              "drain_cut" not in d.log_text(), "with drain-s 0 nothing is cut when nothing runs",
+              d.log_text())
     with Daemon(*SLOW, "--drain-s", 1000) as d:
         c = send_prefill(d, LONG)
         until(lambda: d.metrics()["prefilld_requests_running"] == 1)
