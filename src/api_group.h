@@ -32,13 +32,13 @@ struct group {
     struct group_member *members; /* [cap], n in use */
     struct request **requests;    /* the same requests, as the queue takes them */
     int32_t n, cap;
-    struct key_use *
-        use; /* what its key has in flight, of which n_used_tokens are its; NULL: not counted */
+    /* What its key has in flight, of which n_used_tokens are this one's; NULL: not counted. */
+    struct key_use *use;
     int64_t n_used_tokens;
-    bool is_stream; /* set before the start: the answer goes out as it grows */
-    bool
-        tells_progress; /* set before the first group_add, with update: it is called after pieces of
-                            prompts, too */
+    /* Set before the start: the answer goes out as it grows. */
+    bool is_stream;
+    /* Set before the first group_add, with update, which is then called after pieces of prompts. */
+    bool tells_progress;
     /* Requests that ended, times 2^32, and notices that no worker has taken yet. One number, so
      * that the engine's last touch of the group is the addition that tells of the end. */
     atomic_llong progress;

@@ -199,7 +199,7 @@ static int bind_sessions(const struct api *a, struct question *q, struct bond *b
         bond->keeps = bond->source;
         sessions_ref(a->sessions, bond->keeps);
     } else if (q->terms.ttl_us) {
-        bond->keeps = sessions_new(a->sessions, q->terms.ttl_us);
+        bond->keeps = sessions_new(q->terms.ttl_us);
         if (!bond->keeps)
             rc = json_fail(e, ERR_NOMEM, NULL, "memory is short");
     }

@@ -23,7 +23,11 @@ enum {
 
 /* Rows of a step are rounded up to a power of two to find the algorithm; larger steps use the
  * last. */
-enum { GEMM_BUCKETS = 12, GEMM_SMALLEST_LOG2 = 4, GEMM_WORKSPACE_BYTES = 32 << 20 };
+enum {
+    GEMM_BUCKETS = GEMM_CACHE_BUCKETS,
+    GEMM_SMALLEST_LOG2 = 4,
+    GEMM_WORKSPACE_BYTES = 32 << 20
+};
 
 /* How products with one shape of weight are made. Every algorithm in it gives a row the same
  * bits. */

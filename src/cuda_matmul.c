@@ -12,9 +12,8 @@
 #include "cuda_impl.h"
 #include "log.h"
 
-_Static_assert((int)GEMM_BUCKETS == (int)GEMM_CACHE_BUCKETS &&
-                   sizeof(cublasLtMatmulAlgo_t) == sizeof(struct gemm_algo_words),
-               "a plan fits in a record");
+_Static_assert(sizeof(cublasLtMatmulAlgo_t) == sizeof(struct gemm_algo_words),
+               "an algorithm fits in a record");
 
 enum { GEMM_CANDIDATES = 16, GEMM_REPEATS = 3, GEMM_SAMPLES = 3 };
 

@@ -4,26 +4,11 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
-#include <sys/random.h>
 
 #include "api_error.h"
+#include "random_name.h"
 
 /* ---- making and freeing ---- */
-
-static void make_id(char *id)
-{
-    unsigned char bytes[12];
-    /* 12 bytes never come in part, and the pool is filled long before a server starts. */
-    if (getrandom(bytes, sizeof(bytes), 0) != (ssize_t)sizeof(bytes))
-        memset(bytes, 0, sizeof(bytes));
-    static const char hex[] = "0123456789abcdef";
-    memcpy(id, "pf-", 3);
-    for (size_t i = 0; i < sizeof(bytes); i++) {
-        id[3 + 2 * i] = hex[bytes[i] >> 4];
-        id[4 + 2 * i] = hex[bytes[i] & 15];
-    }
-    id[3 + 2 * sizeof(bytes)] = '\0';
-}
 
 /* RFC 9112, 3.2.2: http://HOST/PATH is to be taken for /PATH. */
 static const char *skip_authority(const char *target)
@@ -58,7 +43,7 @@ struct exchange *exchange_new(struct http *h, struct conn *c, struct MHD_Connect
     buf_init(&x->body);
     buf_init(&x->answer);
     buf_init(&x->stream);
-    make_id(x->id);
+    random_name(x->id, "pf-");
     return x;
 }
 

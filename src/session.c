@@ -1,12 +1,11 @@
 #include "session.h"
 
 #include <pthread.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/random.h>
 #include <time.h>
 
+#include "random_name.h"
 #include "request.h"
 
 enum { LOST_NAMES = 256 }; /* remembered, to say why they went */
@@ -128,19 +127,13 @@ static struct session_info info_of(const struct session *s, int64_t now_us)
 
 /* ---- any thread ---- */
 
-struct session *sessions_new(struct sessions *t, int64_t ttl_us)
+struct session *sessions_new(int64_t ttl_us)
 {
-    enum { RANDOM_BYTES = 12 };
-    unsigned char bytes[RANDOM_BYTES];
     struct session *s = calloc(1, sizeof(*s));
-    (void)t;
-    if (!s || getrandom(bytes, sizeof(bytes), 0) != (ssize_t)sizeof(bytes)) {
+    if (!s || !random_name(s->id, "s-")) {
         free(s);
         return NULL;
     }
-    char *p = s->id + sprintf(s->id, "s-");
-    for (int i = 0; i < RANDOM_BYTES; i++)
-        p += sprintf(p, "%02x", bytes[i]);
     s->ttl_us = ttl_us;
     s->slot = -1;
     s->refs = 1;

@@ -59,7 +59,7 @@ void sessions_close(struct sessions *t);
 /* ---- any thread ---- */
 
 /* A session under a new random name, not listed, with one reference. NULL: memory is short. */
-struct session *sessions_new(struct sessions *t, int64_t ttl_us);
+struct session *sessions_new(int64_t ttl_us);
 /* Finds one to continue, or to fork, and marks that; *out has a reference, and *ids is a copy of
  * its tokens, the caller's. Returns 0; ERR_NOT_FOUND, e says why; ERR_FULL: another uses it so that
  * this must wait; ERR_NOMEM. */

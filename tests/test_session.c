@@ -184,7 +184,7 @@ static void keep_new(struct world *w, struct name *to)
     int n_done = 0, i = rng_int(w->rng, N_PROMPTS);
     int32_t n = random_cut(w->rng, 0);
     struct request *r = new_request(w, i, n, &n_done);
-    r->keeps = sessions_new(w->sessions, 1000000000);
+    r->keeps = sessions_new(1000000000);
     r->keep_terms =
         (struct session_terms){.is_pinned = rng_int(w->rng, 4) == 0, .has_pinning = true};
     run_all(w, &r, 1, &n_done);
@@ -325,7 +325,7 @@ static void test_expiry(const char *dir)
         exit(1);
     for (int i = 0; i < 3; i++) {
         r[i] = fixture_request(&w.f, refs[i].ids, 70, LOGPROBS_NEXT, 1, &n_done);
-        r[i]->keeps = sessions_new(w.sessions, i == 1 ? 20000 : 60000000);
+        r[i]->keeps = sessions_new(i == 1 ? 20000 : 60000000);
         fixture_run(&w.f, r[i]);
     }
     CHECK(sessions_list(w.sessions, list, 4) == 3 && w.f.engine->slots.n_cached == 3 &&
