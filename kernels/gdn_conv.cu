@@ -11,7 +11,8 @@
  * of them, 8 channels a lane, all 11 rows loaded before the first use. One more block a chunk does
  * the gates, and N / 4 more at the end write the states of empty sequences. The half warp that reads
  * a sequence's old state (first 8 tokens of its first chunk) also writes the new one, from p
- * itself: no race between blocks. Every lane computes all its tokens and stores those that are
+ * itself: no race between blocks. The half warp of a chunk's last 8 tokens holds the window behind
+ * the chunk, and writes it to the slot that is to keep it. Every lane computes all its tokens and stores those that are
  * there: sums over a head need the whole half warp.
  * Limit: bytes, 4 * conv_dim a token; 11/8 of the reads come from L1. */
 #include "common.cuh"
@@ -55,6 +56,21 @@ __device__ static inline void conv_state(const struct k_gdn_conv *a, int seq, in
         else /* t is i - 2 or i - 1: the state's row behind this one */
             last[i] = len == 1 ? in[i + 1 < 3 ? i + 1 : 2] : in[2];
     }
+#pragma unroll
+    for (int i = 0; i < 3; i++)
+        *(uint4 *)(state + i * row) = last[i];
+}
+
+/* The window behind a whole chunk to a slot of its own, when one keeps it: the inputs of its last three
+ * tokens, of this lane's channels. */
+__device__ static inline void conv_save(const struct k_gdn_conv *a, int chunk, int channel,
+                                        const uint4 last[3])
+{
+    int slot = a->b.save_slots ? a->b.save_slots[chunk] : -1;
+    if (slot < 0)
+        return;
+    int64_t row = (int64_t)(2 * a->d.H + a->d.HV) * CONV_DIM;
+    bf16 *state = (bf16 *)a->conv_state + slot * 3 * row + channel;
 #pragma unroll
     for (int i = 0; i < 3; i++)
         *(uint4 *)(state + i * row) = last[i];
@@ -143,6 +159,8 @@ __global__ static void __launch_bounds__(CONV_THREADS) gdn_conv_kernel(struct k_
     int end = a.b.cu_seqlens[seq + 1], n = min(end - (int)tok, (int)CONV_TOKENS);
     if (index == 0 && part == 0 && n > 0)
         conv_state(&a, seq, channel, first, end - first, in);
+    if (part == K_CHUNK / CONV_TOKENS - 1)
+        conv_save(&a, chunk, channel, in + CONV_TOKENS);
     __syncwarp();
     if (head >= 2 * a.d.H) {
         bf16 *v = (bf16 *)a.v + (tok * a.d.HV + head - 2 * a.d.H) * CONV_DIM + lane8;

@@ -281,6 +281,16 @@ __device__ static inline void chain_step(float S[16][4], const struct chain_stag
     mm_nmajor(S, f, smem_addr(st->K));
 }
 
+/* A thread's rows of S^T, from `pool` on, to memory. */
+__device__ static inline void state_store(const float S[16][4], float *pool)
+{
+#pragma unroll
+    for (int nt = 0; nt < 16; nt++) {
+        *(float2 *)(pool + nt * 8) = make_float2(S[nt][0], S[nt][1]);
+        *(float2 *)(pool + nt * 8 + 8 * GDN_D) = make_float2(S[nt][2], S[nt][3]);
+    }
+}
+
 __global__ static void __launch_bounds__(GDN_THREADS) gdn_chain_kernel(struct k_gdn_delta a)
 {
     extern __shared__ __align__(1024) uint8_t raw[];
@@ -300,8 +310,8 @@ __global__ static void __launch_bounds__(GDN_THREADS) gdn_chain_kernel(struct k_
     c.unit = (const struct gdn_unit *)a.work + (int64_t)a.b.seq_first[seq] * a.d.HV + h;
     int n_chunks = (c.len + K_CHUNK - 1) / K_CHUNK;
 
-    float *pool = a.S + ((int64_t)a.b.slots[seq] * a.d.HV + h) * GDN_D * GDN_D +
-                  (half * 64 + warp * 16 + (lane >> 2)) * GDN_D + 2 * (lane & 3);
+    int place = (half * 64 + warp * 16 + (lane >> 2)) * GDN_D + 2 * (lane & 3);
+    float *pool = gdn_state(&a, a.b.slots[seq], h) + place;
     bool fresh = a.b.start[seq] == 0;
     if (n_chunks == 0 && !fresh)
         return;
@@ -322,22 +332,21 @@ __global__ static void __launch_bounds__(GDN_THREADS) gdn_chain_kernel(struct k_
         if (i + 1 < n_chunks)
             chain_load(&a, &c, &s->stage[(i + 1) & 1], i + 1);
         cp_commit();
+        int save = gdn_save_slot(&a, a.b.seq_first[seq] + i);
         cp_wait<1>();
         __syncthreads();
         float O[8][4];
         struct chain_stage *st = &s->stage[i & 1];
         chain_step(S, st, O, warp);
+        if (save >= 0)
+            state_store(S, gdn_state(&a, save, h) + place);
         __syncthreads();
         int64_t row = (int64_t)a.d.HV * GDN_D;
         chain_store(O, st->V, c.o + (int64_t)i * K_CHUNK * row, row,
                     min(c.len - i * K_CHUNK, (int)K_CHUNK), warp);
         __syncthreads();
     }
-#pragma unroll
-    for (int nt = 0; nt < 16; nt++) {
-        *(float2 *)(pool + nt * 8) = make_float2(S[nt][0], S[nt][1]);
-        *(float2 *)(pool + nt * 8 + 8 * GDN_D) = make_float2(S[nt][2], S[nt][3]);
-    }
+    state_store(S, pool);
 }
 
 // ---- launchers

@@ -17,6 +17,19 @@ struct gdn_unit {
     uint8_t pad[120];
 };
 
+/* A head's state in a slot. */
+__device__ static inline float *gdn_state(const struct k_gdn_delta *a, int slot, int h)
+{
+    return a->S + ((int64_t)slot * a->d.HV + h) * GDN_D * GDN_D;
+}
+
+/* The slot that keeps the state behind a flat chunk, -1: none. To be asked a chunk ahead of its
+ * use. */
+__device__ static inline int gdn_save_slot(const struct k_gdn_delta *a, int chunk)
+{
+    return a->b.save_slots ? a->b.save_slots[chunk] : -1;
+}
+
 /* Hopper bodies of the chain, after gdn_prep; body is K_GDN_SPLIT or K_GDN_PAIR. beside:
  * gdn_prep is running on other multiprocessors and says by unit what is ready (split alone). */
 cudaError_t gdn_delta_hopper(const struct k_gdn_delta *a, int32_t body, bool beside,

@@ -37,7 +37,8 @@ struct hopper_ctx {
     int h, kh;
     int tok; /* first token of the sequence in the batch */
     int len, n_chunks;
-    int64_t unit; /* flat chunk * HV + h of the sequence's first chunk */
+    int first;    /* flat chunk, the sequence's first */
+    int64_t unit; /* first * HV + h */
     bf16 *o;      /* token 0, head h */
     float *S;     /* slot, head h */
     bool fresh;
@@ -52,9 +53,10 @@ __device__ static inline struct hopper_ctx hopper_context(const struct k_gdn_del
     c.tok = a->b.cu_seqlens[seq];
     c.len = a->b.cu_seqlens[seq + 1] - c.tok;
     c.n_chunks = (c.len + K_CHUNK - 1) / K_CHUNK;
-    c.unit = (int64_t)a->b.seq_first[seq] * a->d.HV + h;
+    c.first = a->b.seq_first[seq];
+    c.unit = (int64_t)c.first * a->d.HV + h;
     c.o = (bf16 *)a->o + ((int64_t)c.tok * a->d.HV + h) * GDN_D;
-    c.S = a->S + ((int64_t)a->b.slots[seq] * a->d.HV + h) * GDN_D * GDN_D;
+    c.S = gdn_state(a, a->b.slots[seq], h);
     c.fresh = a->b.start[seq] == 0;
     return c;
 }
@@ -64,16 +66,16 @@ __device__ static inline int rows_of(const struct hopper_ctx *c, int chunk)
     return min(c->len - chunk * K_CHUNK, (int)K_CHUNK);
 }
 
-/* This warpgroup's S^T, [64 V, 128 K]; t: thread of the warpgroup. */
-__device__ static inline float *state_at(const struct hopper_ctx *c, int half, int t)
+/* This warpgroup's S^T, [64 V, 128 K], of a head's; t: thread of the warpgroup. */
+__device__ static inline float *state_at(float *S, int half, int t)
 {
-    return c->S + (half * 64 + (t >> 5) * 16 + ((t & 31) >> 2)) * GDN_D + 2 * (t & 3);
+    return S + (half * 64 + (t >> 5) * 16 + ((t & 31) >> 2)) * GDN_D + 2 * (t & 3);
 }
 
 __device__ static inline void state_load(float S[16][4], const struct hopper_ctx *c, int half,
                                          int t)
 {
-    const float *p = state_at(c, half, t);
+    const float *p = state_at(c->S, half, t);
 #pragma unroll
     for (int nt = 0; nt < 16; nt++) {
         float2 x = make_float2(0, 0), y = x;
@@ -85,10 +87,9 @@ __device__ static inline void state_load(float S[16][4], const struct hopper_ctx
     }
 }
 
-__device__ static inline void state_store(const float S[16][4], const struct hopper_ctx *c,
-                                          int half, int t)
+__device__ static inline void state_store(const float S[16][4], float *to, int half, int t)
 {
-    float *p = state_at(c, half, t);
+    float *p = state_at(to, half, t);
 #pragma unroll
     for (int nt = 0; nt < 16; nt++) {
         *(float2 *)(p + nt * 8) = make_float2(S[nt][0], S[nt][1]);
@@ -317,7 +318,8 @@ __device__ static inline void chunk_load(struct chunk_regs *r, const struct chai
     r->last = gates[63];
 }
 
-__device__ static inline void split_state(const struct hopper_ctx *c, struct split_smem *s,
+__device__ static inline void split_state(const struct k_gdn_delta *a,
+                                          const struct hopper_ctx *c, struct split_smem *s,
                                           int half, int t)
 {
     float S[16][4];
@@ -330,6 +332,7 @@ __device__ static inline void split_state(const struct hopper_ctx *c, struct spl
     int j = 0; /* stage of chunk i */
     for (int i = 0; i < c->n_chunks; i++) {
         struct chain_stage<1> *st = &s->stage[j];
+        int save = gdn_save_slot(a, c->first + i);
         uint32_t sb[8][4];
 #pragma unroll
         for (int ks = 0; ks < 8; ks++)
@@ -377,9 +380,11 @@ __device__ static inline void split_state(const struct hopper_ctx *c, struct spl
         wg_wait<0>();
         wg_pin<16>(S);
         mbar_arrive(&s->empty[j]);
+        if (save >= 0)
+            state_store(S, gdn_state(a, save, c->h), half, t);
         j = next;
     }
-    state_store(S, c, half, t);
+    state_store(S, c->S, half, t);
 }
 
 __device__ static inline void frags_read(uint32_t f[4], const uint4 *p)
@@ -452,7 +457,7 @@ __global__ static void __launch_bounds__(HOPPER_THREADS, 1)
     __syncthreads();
     if (warp < 4) {
         reg_alloc<240>();
-        split_state(&c, s, half, threadIdx.x);
+        split_state(&a, &c, s, half, threadIdx.x);
     } else if (warp < 8) {
         reg_alloc<216>();
         split_output(&a, &maps, &c, s, half, threadIdx.x - 128);
@@ -484,6 +489,7 @@ __device__ static inline void pair_chain(const struct k_gdn_delta *a, const stru
     for (int i = 0; i < c->n_chunks; i++) {
         struct chain_stage<2> *st = &s->stage[j];
         const float *eg = s->gates[j], *el = eg + 64;
+        int save = gdn_save_slot(a, c->first + i);
         uint32_t sb[8][4], f[4][4], v[4][4];
         float2 e[8];
 #pragma unroll
@@ -531,9 +537,11 @@ __device__ static inline void pair_chain(const struct k_gdn_delta *a, const stru
         out_reusable<0>(t);
         fence_async();
         mbar_arrive(&s->empty[j]);
+        if (save >= 0)
+            state_store(S, gdn_state(a, save, c->h), half, t);
         j = j == STAGES - 1 ? 0 : j + 1;
     }
-    state_store(S, c, half, t);
+    state_store(S, c->S, half, t);
 }
 
 __global__ static void __launch_bounds__(HOPPER_THREADS, 1)

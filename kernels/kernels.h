@@ -45,6 +45,8 @@ struct k_batch {
     const int32_t *cu_seqlens; /* [N + 1] */
     const int32_t *start;      /* [N] 0: the slot is not read, fresh state is written */
     const int32_t *slots;      /* [N] */
+    const int32_t *save_slots; /* [NC] slot that also gets state and window as they are behind
+                                  the chunk, which is whole; -1: none. May be NULL */
     int32_t *chunk_seq;        /* [NC] which sequence */
     int32_t *chunk_index;      /* [NC] which chunk of it */
     int32_t *chunk_tok;        /* [NC] first token of the chunk in the batch */
@@ -103,10 +105,10 @@ struct k_gdn_conv {
     const float *conv_w;  /* [conv_dim, 4], conv_dim = (2 H + HV) * 128 */
     const float *A_log;   /* [HV] */
     const float *dt_bias; /* [HV] */
-    void *conv_state;     /* [n_slots, 3, conv_dim] bf16, oldest first, updated */
-    void *q, *k;          /* out [T, H, 128] bf16, normalised; q also * 128^-0.5 */
-    void *v;              /* out [T, HV, 128] bf16 */
-    float *g, *beta;      /* out [T, HV] */
+    void *conv_state; /* [n_slots, 3, conv_dim] bf16, oldest first, updated; save_slots, too */
+    void *q, *k;      /* out [T, H, 128] bf16, normalised; q also * 128^-0.5 */
+    void *v;          /* out [T, HV, 128] bf16 */
+    float *g, *beta;  /* out [T, HV] */
 };
 cudaError_t k_gdn_conv(const struct k_gdn_conv *a, cudaStream_t stream);
 
@@ -119,11 +121,11 @@ struct k_gdn_delta {
     struct k_gdn_dims d;
     const void *q, *k, *v; /* as k_gdn_conv gives them */
     const float *g, *beta; /* [T, HV] */
-    float *S;              /* [n_slots, HV, V, K] f32 (S transposed), updated */
-    void *o;               /* out [T, HV, V] bf16 */
-    void *work;            /* k_gdn_delta_work_bytes, 128-byte aligned, through k_gdn_work_init
+    float *S;     /* [n_slots, HV, V, K] f32 (S transposed), updated; save_slots, too */
+    void *o;      /* out [T, HV, V] bf16 */
+    void *work;   /* k_gdn_delta_work_bytes, 128-byte aligned, through k_gdn_work_init
                               once; contents are private */
-    int32_t body;          /* a K_GDN_ value; tests and benchmarks pick one, else AUTO */
+    int32_t body; /* a K_GDN_ value; tests and benchmarks pick one, else AUTO */
 };
 /* SPLIT and PAIR are the Hopper body's two shapes (a block has half a value head, or both
  * halves); they need compute capability 9.0. */

@@ -113,6 +113,10 @@ struct batch {
     const int32_t *start;      /* [N] tokens of the request before this piece; 0: the slot's
                                   content is not read, fresh state is written */
     const int32_t *slots;      /* [N] state slot */
+    const int32_t
+        *save_slots; /* [NC] state slot that also gets the sequence's state and window as
+                                  they are behind that chunk, which is whole; -1: none. No
+                                  sequence's and no other chunk's. NULL: none at all */
     const int32_t *page_table; /* [N, max_pages] page ids */
     const int32_t *rows;       /* [R] token index in the batch whose logits are wanted */
     const int32_t *targets;    /* [R] token whose logprob is wanted, or -1 */
@@ -129,20 +133,20 @@ struct slot_copy {
 };
 
 /* Host arrays that step_upload copies; same meaning and shapes as in struct batch. Copies, which
- * the model makes, are the host's alone: copies_in before the first layer, copies_out behind the
- * last. Within each no slot is written that another of them reads or writes. */
+ * the model makes before the first layer, are the host's alone: no slot is written that another
+ * of them reads or writes. */
 struct batch_host {
     int32_t n_tokens, n_seqs, n_chunks, n_rows, max_pages, max_len;
-    const int32_t *tokens, *positions, *cu_seqlens, *start, *slots, *page_table;
+    const int32_t *tokens, *positions, *cu_seqlens, *start, *slots, *save_slots, *page_table;
     const int32_t *rows, *targets, *row_top;
     int32_t n_samples;
     const struct row_sample *samples;
     bool may_pad; /* the counts of the batch may be rounded up (not n_rows): buffers of the
                      caller have room for the limits' max_tokens, and what is computed in rows
                      beyond n_tokens means nothing */
-    int32_t n_copies_in, n_copies_out, n_page_copies;
-    const struct slot_copy *copies_in, *copies_out; /* [n_copies_in], [n_copies_out] */
-    const struct slot_copy *page_copies;            /* [n_page_copies], beside copies_in */
+    int32_t n_copies, n_page_copies;
+    const struct slot_copy *copies;      /* [n_copies] */
+    const struct slot_copy *page_copies; /* [n_page_copies] */
 };
 
 /* What the head gives for one row. Unused candidates have id -1. */
@@ -220,7 +224,8 @@ struct op_gdn_conv {
     const float *A_log;            /* [HV] */
     const float *dt_bias;          /* [HV] */
     const struct state_pool *pool; /* conv: read unless start is 0, written: the last 3 inputs
-                                      before the convolution, older ones shifted, oldest first */
+                                      before the convolution, older ones shifted, oldest first;
+                                      and so in save_slots */
     void *q;                       /* out [T, H, K] act */
     void *k;                       /* out [T, H, K] act */
     void *v;                       /* out [T, HV, V] act */
@@ -236,7 +241,7 @@ struct op_gdn_delta {
     struct gdn_dims d;
     const void *q, *k, *v;         /* as op_gdn_conv gives them */
     const float *g, *beta;         /* [T, HV] */
-    const struct state_pool *pool; /* S: read unless start is 0, written */
+    const struct state_pool *pool; /* S: read unless start is 0, written; and to save_slots */
     const void *z;                 /* act, row t at z + t * ld: [HV, V]; may be NULL */
     const float *norm_w;           /* [V], plain weight; with z */
     float eps;
@@ -357,10 +362,8 @@ struct step_times {
 };
 
 struct backend_ops {
-    const char *name;      /* "cpu", "cuda" */
-    int32_t max_adjust;    /* adjustments in all samples of a step; 0: any number */
-    bool small_steps_cost; /* a step of a few tokens takes a good part of a full one's time: the
-                              weights are read for it, too */
+    const char *name;   /* "cpu", "cuda" */
+    int32_t max_adjust; /* adjustments in all samples of a step; 0: any number */
 
     /* Opens the device: threads (0: all) for the CPU, device index for CUDA. Fills *b. */
     int (*open)(struct backend *b, int32_t device_or_threads, struct errmsg *e);

@@ -288,6 +288,7 @@ static int cpu_step_begin(struct backend *b, const struct batch_host *h, struct 
         .cu_seqlens = h->cu_seqlens,
         .start = h->start,
         .slots = h->slots,
+        .save_slots = h->save_slots,
         .page_table = h->page_table,
         .rows = h->rows,
         .targets = h->targets,

@@ -50,7 +50,7 @@ static struct gdn_chunk chunk_at(const struct batch *b, int32_t flat)
 }
 
 /* Columns v0 .. v0 + n_v of a head in a chunk, from the state that the slot holds. A fresh
- * request's state is stored, not read. */
+ * request's state is stored, not read; one that is to be kept is copied. */
 static void apply(const struct op_gdn_delta *a, int32_t flat, int32_t i_head, int32_t v0,
                   int32_t n_v, const struct gdn_prep *prep, struct gdn_scratch *s)
 {
@@ -61,6 +61,10 @@ static void apply(const struct op_gdn_delta *a, int32_t flat, int32_t i_head, in
     for (int32_t i = 0; i < a->d.K && is_fresh; i++)
         memset(S + (size_t)i * a->d.V + v0, 0, (size_t)n_v * sizeof(float));
     gdn_chunk_apply(a, chunk_at(b, flat), i_head, v0, n_v, prep, is_fresh, S, s);
+    int32_t to = cpu_save_slot(b, flat);
+    for (int32_t i = 0; i < a->d.K && to >= 0; i++)
+        memcpy(cpu_state_at(&a->d, a->pool, to, i_head) + (size_t)i * a->d.V + v0,
+               S + (size_t)i * a->d.V + v0, (size_t)n_v * sizeof(float));
 }
 
 /* A sequence and some key heads, all chunks. Heads take turns chunk by chunk, so that a row's

@@ -122,6 +122,10 @@ static void conv_item(void *arg, int64_t item, int32_t thread)
         if (group == 0)
             gates(a, t);
     }
+    int32_t to = group == 0 ? cpu_save_slot(b, flat) : -1;
+    for (int32_t j = 0; j < 3 && to >= 0; j++)
+        memcpy(cpu_conv_at(&a->d, a->pool, to) + (size_t)j * a->d.conv_dim,
+               input_row(r, n, end - 3 + j), (size_t)a->d.conv_dim * sizeof(float));
 }
 
 /* Shifts a sequence's window by its piece. Row j of the new window is input len - 3 + j, which

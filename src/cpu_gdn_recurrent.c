@@ -43,6 +43,11 @@ static void recurrent_item(void *arg, int64_t item, int32_t thread)
         recurrent_token(a, t, h, S);
         if (a->z)
             gdn_gate_rows(a, h, t, 1);
+        int32_t i = t - b->cu_seqlens[n];
+        int32_t to = cpu_save_slot(b, b->map.seq_first[n] + i / CHUNK_TOKENS);
+        if (to >= 0 && (i + 1) % CHUNK_TOKENS == 0)
+            memcpy(cpu_state_at(&a->d, a->pool, to, h), S,
+                   (size_t)a->d.K * a->d.V * sizeof(float));
     }
 }
 

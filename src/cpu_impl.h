@@ -46,6 +46,12 @@ static inline void *cpu_carve(uintptr_t *at, size_t bytes)
     return p;
 }
 
+/* backend.h, save_slots. */
+static inline int32_t cpu_save_slot(const struct batch *b, int32_t flat)
+{
+    return b->save_slots ? b->save_slots[flat] : -1;
+}
+
 /* ---- layouts of the pools ---- */
 
 /* State of one head: [K, V] f32 row-major, heads in order, slots in order. */

@@ -223,7 +223,6 @@ static int cuda_open(struct backend *b, int32_t device, struct errmsg *e)
 const struct backend_ops backend_cuda_ops = {
     .name = "cuda",
     .max_adjust = SAMPLE_MAX_ADJUST,
-    .small_steps_cost = true,
     .open = cuda_open,
     .close = cuda_close,
     .memory = cuda_memory,

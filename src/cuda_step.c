@@ -33,8 +33,9 @@ static size_t words(size_t bytes)
 static size_t meta_bytes(const struct backend_limits *l)
 {
     size_t T = (size_t)l->max_tokens, N = (size_t)l->max_seqs, R = (size_t)l->max_rows;
-    return 2 * ints(T) + ints(N + 1) + 2 * ints(N) + ints(N * (size_t)l->max_pages) +
-           3 * ints(R) + ints(N * words(sizeof(struct k_sample_row))) +
+    return 2 * ints(T) + ints(N + 1) + 2 * ints(N) + ints(max_chunks(l)) +
+           ints(N * (size_t)l->max_pages) + 3 * ints(R) +
+           ints(N * words(sizeof(struct k_sample_row))) +
            ints(SAMPLE_MAX_ADJUST * words(sizeof(struct k_adjust)));
 }
 
@@ -265,6 +266,8 @@ static size_t pack_step(struct cuda_impl *impl, const struct cuda_step *s,
     /* Empty sequences that are not at their start leave slot 0 alone. */
     out->start = pack(s, &at, h->start, N, N_padded, 1);
     out->slots = pack(s, &at, h->slots, N, N_padded, 0);
+    out->save_slots = pack(s, &at, h->save_slots, h->save_slots ? (size_t)h->n_chunks : 0,
+                           (size_t)shape->n_chunks, -1);
     out->page_table = (const int32_t *)(s->dev + at);
     if (h->page_table)
         pack_pages(s, &at, h, shape->n_seqs, shape->max_pages);
@@ -308,6 +311,7 @@ struct k_batch cuda_batch(const struct batch *b)
                             .cu_seqlens = b->cu_seqlens,
                             .start = b->start,
                             .slots = b->slots,
+                            .save_slots = b->save_slots,
                             .chunk_seq = b->map.seq,
                             .chunk_index = b->map.index,
                             .chunk_tok = b->map.tok,

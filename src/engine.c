@@ -212,14 +212,14 @@ static bool engine_launch(struct engine *en)
         const struct sched_piece *p = &en->plan[i];
         struct request *r = engine_request_of(p->item);
         if (p->is_first && r->copy_from >= 0)
-            step_copy_in(s, r->copy_from, r->slot);
+            step_copy_slot(s, r->copy_from, r->slot);
         if (p->is_first && r->copy_page >= 0)
             step_copy_page(s, r->copy_page, r->pages[p->start / en->pages.page_tokens]);
         if (r->started_us == 0)
             r->started_us = planned_us;
         r->n_in_flight++;
         step_add(s, r, p->start, p->n_tokens, p->is_last);
-        engine_prefix_pack(en, s, r, p->start + p->n_tokens);
+        engine_prefix_pack(en, s, r, p->start, p->start + p->n_tokens);
     }
     step_seal(s);
     engine_publish_metrics(en);

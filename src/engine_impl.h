@@ -27,6 +27,7 @@ struct engine {
     struct sessions *sessions;
     int32_t checkpoint_tokens, min_shared_tokens;
     int32_t max_cached_slots, max_cached_pages;
+    int32_t n_kept_slots; /* of nodes, made or to be made */
     struct step steps[STEPS_IN_FLIGHT];
     struct steps_record records[STEPS_IN_FLIGHT]; /* of the same steps */
     struct steps feed;
@@ -98,9 +99,10 @@ int engine_prefix_open(struct engine *en, const struct engine_config *c);
 void engine_prefix_enter(struct engine *en, struct request *r);
 /* sched_room's admit; arg is the engine. */
 enum sched_answer engine_try_admit(void *arg, struct sched_item *item);
-/* A piece of r that ends at token `end` is in the step being packed: keeps its state where that is
+/* The piece [start, end) of r was added to the step being packed: keeps its state where that is
  * wanted. */
-void engine_prefix_pack(struct engine *en, struct step *s, struct request *r, int32_t end);
+void engine_prefix_pack(struct engine *en, struct step *s, struct request *r, int32_t start,
+                        int32_t end);
 /* The step was launched, whole or not: what it keeps can be used, or is dropped. */
 void engine_prefix_launched(struct engine *en, struct step *s, bool is_whole);
 /* A piece of r's prompt has ended well: keeps the numbers of its tokens. */

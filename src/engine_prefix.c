@@ -4,12 +4,12 @@
  * A kept state (checkpoint) is a node of the tree with a slot of its own, cached, and a reference
  * on every page before it. It lies at a multiple of the page size, which is one of 64, so that it
  * has the bits of a cold start and no page is written by two. A request that begins there gets a
- * copy of the slot in its first step; a piece that ends there has its slot copied behind the step's
- * layers. Both copies are part of the step, so the order of steps is their order.
+ * copy of the slot in its first step; of a piece that passes it the layers write the state to its
+ * slot, too, so no piece is cut for it. Both are part of the step, so the order of steps is theirs.
  *
  * When a request is admitted the nodes it will pass become its own (maker). Those where another
- * waiting prompt parts from it, and its end, are pending: a piece ends there. A request that could
- * begin at a pending node is parked until the step that makes it is launched. */
+ * waiting prompt parts from it, and its end, are pending: its state is kept there. A request that
+ * could begin at a pending node is parked until the step that makes it is launched. */
 #include <stdlib.h>
 
 #include "config.h"
@@ -101,6 +101,7 @@ static void give_up(struct engine *en, struct prefix_node *v, bool wipe)
         if (PREFILLD_POISON || wipe)
             model_poison_slot(en->model, v->slot);
         slots_free(&en->slots, v->slot);
+        en->n_kept_slots--;
         v->slot = -1;
     }
     free(v->pages);
@@ -155,6 +156,7 @@ static bool pend(struct prefix_node *v, struct request *maker, int32_t page_toke
         return false;
     v->state = PREFIX_PENDING;
     v->maker = maker;
+    v->is_spare = false;
     prefix_ref(v);
     return true;
 }
@@ -166,11 +168,15 @@ static void unpend(struct engine *en, struct prefix_node *v)
     prefix_unref(&en->prefix, v);
 }
 
-/* Tokens that v's state saves, and the bytes that it alone takes. */
+/* Tokens that v's state saves, and the bytes that it alone takes. The spare ones above it, which
+ * nobody may ever want, make it worth no less: they go first. */
 static int32_t saved_by(const struct engine *en, const struct prefix_node *v, double *bytes)
 {
     const struct model_sizes *z = model_sizes_of(en->model);
-    const struct prefix_node *above = v->parent ? prefix_nearest(v->parent) : NULL;
+    const struct prefix_node *above = v->parent;
+    /* Those with a slot are kept, or will be by a step under way. */
+    while (above && (above->slot < 0 || (above->is_spare && !v->is_spare)))
+        above = above->parent;
     int32_t n = v->depth - (above ? above->depth : 0);
     *bytes = (double)z->slot_bytes + (double)z->page_bytes * (n / en->pages.page_tokens);
     return n;
@@ -256,7 +262,7 @@ static bool get_slot(struct engine *en, struct prefix_node *v, bool is_wanted)
     int32_t n = saved_by(en, v, &bytes);
     struct prefix_node *above = v->parent ? prefix_nearest(v->parent) : NULL;
     bool is_full =
-        en->slots.n_free == 0 || (!is_wanted && en->prefix.n_ranked >= en->max_cached_slots);
+        en->slots.n_free == 0 || (!is_wanted && en->n_kept_slots >= en->max_cached_slots);
     if (is_full) {
         struct prefix_node *u = least(en, above);
         if (!u || (!is_wanted && u->worth > prefix_worth(&en->prefix, n, bytes)))
@@ -264,35 +270,27 @@ static bool get_slot(struct engine *en, struct prefix_node *v, bool is_wanted)
         drop_for_room(en, u);
     }
     v->slot = slots_alloc(&en->slots);
-    if (v->slot >= 0)
-        slots_cache(&en->slots, v->slot);
-    return v->slot >= 0;
+    if (v->slot < 0)
+        return false;
+    slots_cache(&en->slots, v->slot);
+    en->n_kept_slots++;
+    return true;
 }
 
 /* ---- admission ---- */
 
-/* The first pending node ahead of r, which has been planned up to n_planned, is where its next
- * piece must end. */
-static void set_cut(struct request *r, int32_t n_planned)
+/* Whether r, which runs, has v ahead. A piece of the plan under way is not packed yet: what it
+ * passes is ahead. */
+static bool is_ahead(const struct prefix_node *v, const struct request *r)
 {
-    r->item.cut_at = 0;
-    for (const struct prefix_node *v = r->path; v && v->depth > n_planned; v = v->parent)
-        if (v->state == PREFIX_PENDING && v->maker == r)
-            r->item.cut_at = v->depth;
+    return r->item.n_planned < v->depth;
 }
 
 /* Whether v's maker, which is under way, will leave its state there. */
-static bool ask(struct engine *en, struct prefix_node *v)
+static bool ask(const struct engine *en, struct prefix_node *v)
 {
-    struct request *m = v->maker;
-    int32_t n_planned = sched_n_planned(en->sched, &m->item);
-    if (v->state == PREFIX_PENDING)
-        return true;
-    if (n_planned >= v->depth || !pend(v, m, en->pages.page_tokens))
-        return false;
-    set_cut(m, n_planned);
-    sched_cut_changed(en->sched, &m->item);
-    return true;
+    return v->state == PREFIX_PENDING ||
+           (is_ahead(v, v->maker) && pend(v, v->maker, en->pages.page_tokens));
 }
 
 /* Whether r, which begins at v when its maker has passed it, can be told all its numbers. */
@@ -332,13 +330,6 @@ static bool park(struct engine *en, struct request *r, int32_t from)
     return false;
 }
 
-/* Whether a piece's end costs little: what is behind it may share its step with others' tokens. */
-static bool is_cut_cheap(const struct engine *en)
-{
-    return !model_small_steps_cost(en->model) || en->n_admitted > 1 ||
-           queue_n_waiting(en->queue) > 0;
-}
-
 /* r was admitted and begins at n_planned tokens: what lies ahead is its own, unless another makes
  * it. */
 static void claim(struct engine *en, struct request *r, int32_t n_planned)
@@ -349,16 +340,13 @@ static void claim(struct engine *en, struct request *r, int32_t n_planned)
         int64_t n_others = v->n_users - (below ? below->n_users : 0);
         bool is_branch = n_others * n >= en->min_shared_tokens ||
                          (v->n_children > 1 && n >= en->min_shared_tokens);
-        bool is_end =
-            v == r->path && !r->shares_once && n >= en->checkpoint_tokens && is_cut_cheap(en);
+        bool is_end = v == r->path && !r->shares_once && n >= en->checkpoint_tokens;
         below = v;
-        if (v->maker && sched_n_planned(en->sched, &v->maker->item) < v->depth)
-            continue;
-        v->maker = r;
+        if (!v->maker || !is_ahead(v, v->maker))
+            v->maker = r;
         if (v->state == PREFIX_NONE && (is_branch || is_end))
-            pend(v, r, en->pages.page_tokens);
+            pend(v, v->maker, en->pages.page_tokens);
     }
-    set_cut(r, n_planned);
 }
 
 enum sched_answer engine_try_admit(void *arg, struct sched_item *item)
@@ -382,6 +370,7 @@ enum sched_answer engine_try_admit(void *arg, struct sched_item *item)
         if (r->wants_rows)
             prefix_rows_load(hit, r);
         hit->used_step = en->plan_number;
+        hit->is_spare = false;
         rank(en, hit);
     }
     r->kept_at = item->n_planned;
@@ -393,7 +382,9 @@ enum sched_answer engine_try_admit(void *arg, struct sched_item *item)
 
 /* ---- keeping ---- */
 
-static void keep(struct engine *en, struct step *s, struct request *r, struct prefix_node *v)
+/* The piece of r added last begins at `start` and passes v, or ends there. */
+static void keep(struct engine *en, struct step *s, struct request *r, struct prefix_node *v,
+                 int32_t start)
 {
     bool is_wanted = v->parked || (r->shares_once && v->n_users > 0);
     if (v->slot < 0 && ((r->shares_once && !is_wanted) || !get_slot(en, v, is_wanted))) {
@@ -406,38 +397,48 @@ static void keep(struct engine *en, struct step *s, struct request *r, struct pr
         pages_cache(&en->pages, v->pages[i]);
     }
     v->made_by = r->item.seq;
-    r->kept_at = v->depth;
-    step_copy_out(s, r->slot, v->slot);
+    step_save(s, v->depth - start, v->slot);
     s->taken[s->n_taken++] = v;
 }
 
-/* The node of r's path at `end`, when its state is to be kept; NULL: it is not. */
-static struct prefix_node *to_keep(struct engine *en, struct request *r, int32_t end)
+/* The first node of r's path in (at, end] where its state is to be kept; NULL: there is none. */
+static struct prefix_node *pending_in(const struct request *r, int32_t at, int32_t end)
 {
-    struct prefix_node *v = r->path;
-    if (end > v->depth)
-        return NULL;
-    while (v->depth > end && v->parent && v->parent->depth >= end)
-        v = v->parent;
-    if (v->depth == end && v->state == PREFIX_PENDING && v->maker == r)
-        return v;
-    if (r->shares_once || end % en->pages.page_tokens ||
-        end - r->kept_at < en->checkpoint_tokens)
-        return NULL;
-    v = prefix_above(&en->prefix, v, end);
-    return v && v->state == PREFIX_NONE && pend(v, r, en->pages.page_tokens) ? v : NULL;
+    struct prefix_node *found = NULL;
+    for (struct prefix_node *v = r->path; v && v->depth > at; v = v->parent)
+        if (v->depth <= end && v->state == PREFIX_PENDING && v->maker == r)
+            found = v;
+    return found;
 }
 
-void engine_prefix_pack(struct engine *en, struct step *s, struct request *r, int32_t end)
+/* Where r, which has come to `at` tokens, leaves its state next without being asked. */
+static int32_t checkpoint_after(const struct engine *en, const struct request *r, int32_t at)
 {
-    if (!r->path || end > r->n_prompt)
+    int32_t n = r->kept_at + en->checkpoint_tokens, P = en->pages.page_tokens;
+    n = n > at ? n : at + 1;
+    return (n + P - 1) / P * P;
+}
+
+void engine_prefix_pack(struct engine *en, struct step *s, struct request *r, int32_t start,
+                        int32_t end)
+{
+    if (!r->path)
         return;
-    struct prefix_node *v = to_keep(en, r, end);
-    if (v)
-        keep(en, s, r, v);
-    if (r->item.cut_at > 0 && r->item.cut_at <= end) {
-        set_cut(r, end);
-        sched_cut_changed(en->sched, &r->item);
+    end = end < r->path->depth ? end : r->path->depth;
+    for (int32_t at = start; at < end; r->kept_at = at) {
+        struct prefix_node *v = pending_in(r, at, end);
+        int32_t next = r->shares_once ? end + 1 : checkpoint_after(en, r, at);
+        if (next < (v ? v->depth : end + 1)) {
+            v = prefix_above(&en->prefix, r->path, next);
+            at = next;
+            if (!v || v->state != PREFIX_NONE || !pend(v, r, en->pages.page_tokens))
+                continue; /* it is kept, or memory is short */
+            v->is_spare = true;
+        } else if (!v) {
+            return;
+        }
+        at = v->depth;
+        keep(en, s, r, v, start);
     }
 }
 

@@ -282,12 +282,6 @@ static bool model_run_layers(struct model *m, const struct batch *b, bool may_re
     return true;
 }
 
-static void model_copy_slots(struct model *m, const struct slot_copy *copies, int32_t n)
-{
-    for (int32_t i = 0; n > 0 && i < m->a->n_gdn; i++)
-        m->b->ops->state_copy(m->b, &m->gd, &m->states[i], copies, n);
-}
-
 int model_launch(struct model *m, const struct batch_host *h, struct row_result *results)
 {
     const struct backend_ops *ops = m->b->ops;
@@ -297,13 +291,12 @@ int model_launch(struct model *m, const struct batch_host *h, struct row_result 
     int rc = ops->step_begin(m->b, &host, &b);
     if (rc != 0)
         return rc;
-    model_copy_slots(m, h->copies_in, h->n_copies_in);
+    for (int32_t i = 0; h->n_copies > 0 && i < m->a->n_gdn; i++)
+        ops->state_copy(m->b, &m->gd, &m->states[i], h->copies, h->n_copies);
     for (int32_t i = 0; h->n_page_copies > 0 && i < m->a->n_attn; i++)
         ops->page_copy(m->b, &m->ad, &m->kvs[i], h->page_copies, h->n_page_copies);
     bool is_whole = model_run_layers(m, &b, host.may_pad);
     struct row_result *rows = m->scratch[SCRATCH_ROWS];
-    if (is_whole)
-        model_copy_slots(m, h->copies_out, h->n_copies_out);
     if (is_whole && b.n_rows > 0) {
         struct op_head head = {.b = &b,
                                .x = m->scratch[SCRATCH_X],
@@ -328,11 +321,6 @@ bool model_times(struct model *m, struct step_times *out)
         return false;
     m->b->ops->step_times(m->b, out);
     return true;
-}
-
-bool model_small_steps_cost(const struct model *m)
-{
-    return m->b->ops->small_steps_cost;
 }
 
 const char *model_why_lost(const struct model *m)

@@ -20,7 +20,7 @@
 
 enum prefix_state {
     PREFIX_NONE,
-    PREFIX_PENDING, /* its maker will end a piece here and leave its state */
+    PREFIX_PENDING, /* its maker will leave its state here */
     PREFIX_READY
 };
 
@@ -42,6 +42,7 @@ struct prefix_node {
     enum prefix_state state;
     struct request *maker;  /* runs and has this node ahead or behind it; NULL: none */
     uint64_t made_by;       /* seq of the request whose state is kept */
+    bool is_spare;          /* kept unasked and not begun at yet */
     struct request *parked; /* wait for it, linked by parked_next */
     int32_t n_wanted;       /* requests that wait for their turn to begin here */
     int32_t slot;           /* -1: none */

@@ -101,7 +101,7 @@ struct request {
     struct request *parked_next;
     struct prefix_node *wanted; /* kept for it while it waits */
     bool wants_rows;            /* numbers of its prompt from the second token on */
-    int32_t kept_at;            /* of its states kept or begun at the deepest, in tokens */
+    int32_t kept_at;            /* where its state was kept or refused room last, or it began */
     int32_t n_in_flight;        /* pieces in steps that have not ended */
     int32_t n_computed;         /* tokens in steps that have ended */
     struct sampler sampler;     /* with sampling */

@@ -31,7 +31,6 @@ struct entry {
     int64_t arrival_us;
     int32_t n_pages;
     int32_t n_left; /* tokens not yet planned */
-    int32_t n_cut;  /* tokens until the next piece must end; 0: nowhere */
 };
 
 struct sched {
@@ -183,7 +182,6 @@ static void entry_read(struct sched *s, struct entry *e)
     s->backlog_tokens += n_left - e->n_left;
     e->n_left = n_left;
     e->n_pages = item->n_pages;
-    e->n_cut = item->cut_at > item->n_planned ? item->cut_at - item->n_planned : 0;
 }
 
 static int64_t key_of(const struct sched *s, const struct entry *e)
@@ -310,20 +308,6 @@ void sched_unpark(struct sched *s, struct sched_item *item)
     heap_add(&s->waiting, node_of(s, item->i_entry));
 }
 
-int32_t sched_n_planned(const struct sched *s, const struct sched_item *item)
-{
-    return item->i_entry < 0 ? item->n_planned
-                             : item->n_tokens - s->entries[item->i_entry].n_left;
-}
-
-void sched_cut_changed(struct sched *s, struct sched_item *item)
-{
-    int32_t n_planned = sched_n_planned(s, item);
-    if (item->i_entry >= 0)
-        s->entries[item->i_entry].n_cut =
-            item->cut_at > n_planned ? item->cut_at - n_planned : 0;
-}
-
 void sched_remove(struct sched *s, struct sched_item *item)
 {
     if (item->i_entry >= 0)
@@ -366,12 +350,9 @@ static struct sched_piece cut(struct sched *s, int32_t i_entry, int32_t limit)
 {
     struct entry *e = &s->entries[i_entry];
     struct sched_piece p = {.item = e->item};
-    if (e->n_cut > 0 && e->n_cut < limit)
-        limit = e->n_cut;
     p.is_last = e->n_left <= limit;
     p.n_tokens = p.is_last ? e->n_left : align_down(limit);
     e->n_left -= p.n_tokens;
-    e->n_cut -= e->n_cut < p.n_tokens ? e->n_cut : p.n_tokens;
     s->backlog_tokens -= p.n_tokens;
     return p;
 }

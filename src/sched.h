@@ -63,8 +63,7 @@ struct sched_item {
     uint64_t seq;        /* order of arrival, under 2^42; breaks ties */
     int32_t n_planned; /* tokens in pieces so far; before sched_add: what was cached, less than
                           n_tokens; then the scheduler's */
-    int32_t cut_at;  /* a piece must end here, a multiple of 64; not past n_planned: nowhere */
-    int32_t i_entry; /* the scheduler's: place in its table; -1 when neither waits nor runs
+    int32_t i_entry;   /* the scheduler's: place in its table; -1 when neither waits nor runs
                           (set by request_new) */
 };
 
@@ -85,7 +84,7 @@ struct sched_room {
     int32_t n_free_slots;
     int32_t n_free_pages;
     /* Asked of a waiting item that fits, before its first piece; NULL: admitted. May change its
-     * n_planned, n_pages and cut_at. SCHED_NO_ROOM: it waits on, and so do all behind it. */
+     * n_planned and n_pages. SCHED_NO_ROOM: it waits on, and so do all behind it. */
     enum sched_answer (*admit)(void *arg, struct sched_item *item);
     void *arg;
 };
@@ -118,10 +117,6 @@ int32_t sched_plan(struct sched *s, const struct sched_room *room, struct sched_
 
 /* A parked item waits again, with n_planned and n_pages as they are now. O(log waiting). */
 void sched_unpark(struct sched *s, struct sched_item *item);
-/* item's cut_at has changed while it runs; it lies ahead of sched_n_planned. O(1). */
-void sched_cut_changed(struct sched *s, struct sched_item *item);
-/* item->n_planned with the piece that the plan under way has given it. */
-int32_t sched_n_planned(const struct sched *s, const struct sched_item *item);
 
 int32_t sched_n_waiting(const struct sched *s);
 int32_t sched_n_running(const struct sched *s);

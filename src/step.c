@@ -10,6 +10,7 @@ static int32_t *step_ints(size_t n)
 
 int step_open(struct step *s, const struct step_limits *l)
 {
+    size_t whole_chunks = (size_t)l->max_tokens / CHUNK_TOKENS;
     memset(s, 0, sizeof(*s));
     s->limits = *l;
     s->pieces = calloc((size_t)l->max_seqs, sizeof(*s->pieces));
@@ -19,18 +20,18 @@ int step_open(struct step *s, const struct step_limits *l)
     s->cu_seqlens = step_ints((size_t)l->max_seqs + 1);
     s->start = step_ints((size_t)l->max_seqs);
     s->slots = step_ints((size_t)l->max_seqs);
+    s->save_slots = step_ints(whole_chunks + (size_t)l->max_seqs);
     s->page_table = step_ints((size_t)l->max_seqs * (size_t)l->max_pages);
     s->rows = step_ints((size_t)l->max_rows);
     s->targets = step_ints((size_t)l->max_rows);
     s->row_top = step_ints((size_t)l->max_rows);
     s->samples = calloc((size_t)l->max_seqs, sizeof(*s->samples));
-    s->copies_in = calloc((size_t)l->max_seqs, sizeof(*s->copies_in));
-    s->copies_out = calloc((size_t)l->max_seqs, sizeof(*s->copies_out));
+    s->copies = calloc((size_t)l->max_seqs, sizeof(*s->copies));
     s->page_copies = calloc((size_t)l->max_seqs, sizeof(*s->page_copies));
-    s->taken = calloc((size_t)l->max_seqs, sizeof(struct prefix_node *));
-    if (!s->page_copies || !s->copies_in || !s->copies_out || !s->taken || !s->pieces ||
-        !s->results || !s->tokens || !s->positions || !s->cu_seqlens || !s->start ||
-        !s->slots || !s->page_table || !s->rows || !s->targets || !s->row_top || !s->samples) {
+    s->taken = calloc(whole_chunks + 1, sizeof(struct prefix_node *));
+    if (!s->page_copies || !s->copies || !s->taken || !s->pieces || !s->results || !s->tokens ||
+        !s->positions || !s->cu_seqlens || !s->start || !s->slots || !s->save_slots ||
+        !s->page_table || !s->rows || !s->targets || !s->row_top || !s->samples) {
         step_close(s);
         return ERR_NOMEM;
     }
@@ -46,13 +47,13 @@ void step_close(struct step *s)
     free(s->cu_seqlens);
     free(s->start);
     free(s->slots);
+    free(s->save_slots);
     free(s->page_table);
     free(s->rows);
     free(s->targets);
     free(s->row_top);
     free(s->samples);
-    free(s->copies_in);
-    free(s->copies_out);
+    free(s->copies);
     free(s->page_copies);
     free(s->taken);
     memset(s, 0, sizeof(*s));
@@ -114,20 +115,23 @@ void step_add(struct step *s, struct request *r, int32_t start, int32_t n_tokens
         step_add_row(s, t0 + n_tokens - 1, r->labels[j], 0);
     p->n_rows = s->host.n_rows - p->row0;
     s->host.n_tokens += n_tokens;
-    s->host.n_chunks += (n_tokens + CHUNK_TOKENS - 1) / CHUNK_TOKENS;
+    for (int32_t t = 0; t < n_tokens; t += CHUNK_TOKENS)
+        s->save_slots[s->host.n_chunks++] = -1;
     if (n_tokens > s->host.max_len)
         s->host.max_len = n_tokens;
     s->cu_seqlens[i + 1] = s->host.n_tokens;
 }
 
-void step_copy_in(struct step *s, int32_t from, int32_t to)
+void step_save(struct step *s, int32_t n_tokens, int32_t slot)
 {
-    s->copies_in[s->host.n_copies_in++] = (struct slot_copy){from, to};
+    int32_t len = s->host.n_tokens - s->cu_seqlens[s->n_pieces - 1];
+    int32_t first = s->host.n_chunks - (len + CHUNK_TOKENS - 1) / CHUNK_TOKENS;
+    s->save_slots[first + n_tokens / CHUNK_TOKENS - 1] = slot;
 }
 
-void step_copy_out(struct step *s, int32_t from, int32_t to)
+void step_copy_slot(struct step *s, int32_t from, int32_t to)
 {
-    s->copies_out[s->host.n_copies_out++] = (struct slot_copy){from, to};
+    s->copies[s->host.n_copies++] = (struct slot_copy){from, to};
 }
 
 void step_copy_page(struct step *s, int32_t from, int32_t to)
@@ -144,13 +148,13 @@ void step_seal(struct step *s)
     s->host.cu_seqlens = s->cu_seqlens;
     s->host.start = s->start;
     s->host.slots = s->slots;
+    s->host.save_slots = s->save_slots;
     s->host.page_table = s->page_table;
     s->host.rows = s->rows;
     s->host.targets = s->targets;
     s->host.row_top = s->row_top;
     s->host.samples = s->samples;
-    s->host.copies_in = s->copies_in;
-    s->host.copies_out = s->copies_out;
+    s->host.copies = s->copies;
     s->host.page_copies = s->page_copies;
 }
 

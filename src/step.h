@@ -31,10 +31,11 @@ struct step {
     int32_t n_pieces;
     struct row_result *results; /* [max_rows] host */
     int32_t *tokens, *positions, *cu_seqlens, *start, *slots, *page_table;
+    int32_t *save_slots; /* [max_tokens / 64 + max_seqs] */
     int32_t *rows, *targets, *row_top;
-    struct row_sample *samples;                             /* [max_seqs] */
-    struct slot_copy *copies_in, *copies_out, *page_copies; /* [max_seqs] */
-    struct prefix_node **taken; /* [max_seqs] the engine's: what copies_out go to */
+    struct row_sample *samples;             /* [max_seqs] */
+    struct slot_copy *copies, *page_copies; /* [max_seqs] */
+    struct prefix_node **taken; /* [max_tokens / 64] the engine's: what save_slots are of */
     int32_t n_taken;
     struct step_limits limits;
 };
@@ -47,10 +48,11 @@ void step_reset(struct step *s, int64_t number);
 /* Adds a piece [start, start + n_tokens) of r, which has its slot and pages. The caller keeps
  * the sums within the limits. */
 void step_add(struct step *s, struct request *r, int32_t start, int32_t n_tokens, bool is_last);
-/* A state slot that is copied before the first layer, or behind the last; at most one of each for
- * a piece. */
-void step_copy_in(struct step *s, int32_t from, int32_t to);
-void step_copy_out(struct step *s, int32_t from, int32_t to);
+/* The state of the piece added last, as it is behind its first n_tokens (a multiple of 64, not 0),
+ * goes to slot, too. */
+void step_save(struct step *s, int32_t n_tokens, int32_t slot);
+/* A state slot that is copied before the first layer; at most one for a piece. */
+void step_copy_slot(struct step *s, int32_t from, int32_t to);
 /* A page that is copied before the first layer; at most one for a piece. */
 void step_copy_page(struct step *s, int32_t from, int32_t to);
 /* Fills s->host. */

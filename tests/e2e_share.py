@@ -91,7 +91,7 @@ def choices(d, ids):
 
 
 def reuse(d, ids):
-    """One call after another: the end of a long prompt, where two part, and salts."""
+    """One call after another: a long prompt's end and middle, where two part, and salts."""
     def ask(prompt, **fields):
         a = d.prefill(prompt=prompt, **fields).json()
         want = cold(d, prompt)
@@ -101,8 +101,9 @@ def reuse(d, ids):
     first, good = ask(long)
     check(first == 0 and good, "nothing is kept at first", first)
     for prompt, want in ((long + ids[1500:1600], 960), (long, 960), (long[:999], 960),
-                         (long[:961], 960), (long[:960], 0), (long[:700] + ids[1700:1750], 0),
-                         (long[:700] + ids[1800:1850], 640), (long[:701], 640)):
+                         (long[:961], 960), (long[:960], 512), (long[:600], 512), (long[:513], 512),
+                         (long[:512], 0), (long[:500] + ids[1700:1750], 0),
+                         (long[:500] + ids[1800:1850], 448), (long[:501], 448)):
         got, good = ask(prompt)
         check(got == want and good, f"a prompt of {len(prompt)}: {want} tokens from a state",
               (got, good))
@@ -117,7 +118,7 @@ def reuse(d, ids):
         check(a.status == 400 and a.error()["param"] == "cache_salt", "a salt that is none", a)
     m = d.metrics()
     check(m["prefilld_prefix_hits_total"] >= 8 and m["prefilld_checkpoints_total"] >= 3 and
-          m["prefilld_prefix_hit_tokens_total"] >= 8 * 640 and
+          m["prefilld_prefix_hit_tokens_total"] >= 8 * 448 and
           m["prefilld_prefix_queries_total"] > m["prefilld_prefix_hits_total"], "all is counted", m)
     check(m['prefilld_state_slots{state="cached"}'] >= 3 and d.is_idle(), "kept, not held", m)
 
@@ -132,7 +133,8 @@ def numbers(d, ids):
     d.prefill(prompt=ids[:700], cache_salt="n")  # keeps its state, at 640, and no numbers
     for prompt, n_top, want in ((ids[:700], 2, 0), (ids[:700], 2, 640), (ids[:700], 1, 640),
                                 (ids[:700], 3, 0), (ids[:690], 3, 640), (ids[:641], 0, 640),
-                                (ids[:640] + ids[900:950], 2, 0)):
+                                (ids[:640] + ids[900:950], 2, 512),
+                                (ids[:512] + ids[900:950], 2, 0)):
         got, good = ask(prompt, n_top)
         check(got == want and good, f"{len(prompt)} tokens, {n_top} candidates: {want} told", got)
 
@@ -176,7 +178,7 @@ with Daemon("--state-slots", 128) as daemon:
     choices(daemon, IDS[2000:])
     mishaps(daemon, IDS)
     check(daemon.stop() == 0, "it ends with 0")
-with Daemon("--checkpoint-tokens", 512) as daemon:
+with Daemon("--checkpoint-tokens", 512, "--state-slots", 64) as daemon:
     reuse(daemon, IDS)
     numbers(daemon, IDS[500:])
 with Daemon("--prefix-cache", "no", "--max-step-tokens", 256) as daemon:

@@ -100,6 +100,49 @@ static double check_f64(const struct gdn_input *in, const float *S0, const char 
     return worst;
 }
 
+/* The state behind the first 64 and 128 of 150 tokens, kept by both bodies. */
+Test(gdn, kept_inside_a_piece)
+{
+    struct rng r = {11};
+    struct gdn_input in = gdn_input_make(&r, gdn_dims_of(1, 2, 64, 64), 150, 0.1, 0.5);
+    const int32_t save_slots[] = {2, 0, -1}, ends[] = {128, 0, 64}; /* of slots */
+    struct backend b;
+    struct backend_limits l = gdn_limits(&in.d, in.T, 1);
+    struct state_pool pool;
+    open_cpu(&b, 1, &l);
+    cr_assert_eq(b.ops->state_pool_make(&b, &in.d, 3, &pool), 0);
+    struct piece piece = {0, 0, in.T, 1};
+    struct pack p;
+    pack_make(&b, &p, &piece, 1, NULL, 0);
+    p.b.save_slots = save_slots;
+    float *o = poisoned(((size_t)in.T + GUARD_ROWS) * in.d.HV * in.d.V);
+    float *S = poisoned(state_size(&in.d)), *conv = poisoned((size_t)3 * in.d.conv_dim);
+    delta_fn *bodies[] = {cpu_gdn_delta_recurrent, cpu_gdn_delta};
+    for (int i = 0; i < 2; i++) {
+        struct op_gdn_delta a = {.b = &p.b,
+                                 .d = in.d,
+                                 .q = in.q,
+                                 .k = in.k,
+                                 .v = in.v,
+                                 .g = in.g,
+                                 .beta = in.beta,
+                                 .pool = &pool,
+                                 .o = o};
+        bodies[i](&b, &a);
+        for (int32_t slot = 0; slot < 3; slot += 2) {
+            struct gdn_input part = in;
+            part.T = ends[slot];
+            struct gdn_result cut = run_pieces(&b, bodies[i], &part, NULL, 0, NULL);
+            b.ops->state_read(&b, &in.d, &pool, slot, S, conv);
+            cr_expect_arr_eq(S, cut.S, state_size(&in.d) * sizeof(float), "body %d, slot %d", i,
+                             slot);
+            result_free(&cut);
+        }
+    }
+    b.ops->state_pool_free(&b, &pool);
+    b.ops->close(&b);
+}
+
 /* Random inputs, then g is replaced. */
 static void check_gates(int32_t T, float (*g)(int32_t t, int32_t h, struct rng *r),
                         const char *what)

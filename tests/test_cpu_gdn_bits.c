@@ -98,12 +98,15 @@ static void run_ops(struct backend *b, const struct layer *w, const struct batch
     b->ops->gdn_delta(b, &delta);
 }
 
-/* Runs a batch of pieces; outputs go to the requests' answers. */
-static void run_batch(struct backend *b, const struct layer *w, const struct piece *pieces,
-                      int32_t n_pieces, const struct state_pool *pool, struct answer *answers)
+/* Runs a batch of pieces; outputs go to the requests' answers. save_slots: for each chunk, or
+ * NULL. */
+static void run_saving(struct backend *b, const struct layer *w, const struct piece *pieces,
+                       int32_t n_pieces, const struct state_pool *pool, struct answer *answers,
+                       const int32_t *save_slots)
 {
     struct pack pk;
     pack_make(b, &pk, pieces, n_pieces, NULL, 0);
+    pk.b.save_slots = save_slots;
     struct acts a = acts_make(&w->d, pk.h.n_tokens);
     size_t ld = w->d.ld, HVV = (size_t)w->d.HV * w->d.V;
     for (int32_t i = 0; i < n_pieces; i++)
@@ -119,13 +122,25 @@ static void run_batch(struct backend *b, const struct layer *w, const struct pie
     pack_free(&pk);
 }
 
+static void run_batch(struct backend *b, const struct layer *w, const struct piece *pieces,
+                      int32_t n_pieces, const struct state_pool *pool, struct answer *answers)
+{
+    run_saving(b, w, pieces, n_pieces, pool, answers, NULL);
+}
+
+static bool is_same_state(const struct gdn_dims *d, const struct answer *x,
+                          const struct answer *y)
+{
+    return memcmp(x->S, y->S, (size_t)d->HV * d->K * d->V * sizeof(float)) == 0 &&
+           memcmp(x->conv, y->conv, (size_t)d->conv_dim * 3 * sizeof(float)) == 0;
+}
+
 static bool is_same(const struct layer *w, int32_t i, const struct answer *x,
                     const struct answer *y)
 {
     const struct gdn_dims *d = &w->d;
     return memcmp(x->o, y->o, (size_t)w->len[i] * d->HV * d->V * sizeof(float)) == 0 &&
-           memcmp(x->S, y->S, (size_t)d->HV * d->K * d->V * sizeof(float)) == 0 &&
-           memcmp(x->conv, y->conv, (size_t)d->conv_dim * 3 * sizeof(float)) == 0;
+           is_same_state(d, x, y);
 }
 
 /* Every request alone and whole, one thread. */
@@ -204,6 +219,112 @@ Test(gdn_bits, fault_31_random_schedules)
         }
     }
     cr_log_info("seed %d: %d requests compared", (int)seed, n_compared);
+}
+
+/* ---- states kept inside a piece */
+
+enum { MAX_WHOLE = 6 };
+
+/* The states behind each whole chunk of every request, by pieces that are cut there. */
+static void run_cut(const struct layer *w, struct answer kept[][MAX_WHOLE])
+{
+    struct backend b;
+    struct backend_limits l = gdn_limits(&w->d, CHUNK_TOKENS, 1);
+    struct state_pool pool;
+    open_cpu(&b, 1, &l);
+    cr_assert_eq(b.ops->state_pool_make(&b, &w->d, 1, &pool), 0);
+    for (int32_t i = 0; i < w->n_requests; i++) {
+        struct answer all = answer_make(w, i);
+        b.ops->state_poison(&b, &w->d, &pool, 0);
+        for (int32_t c = 0; c < w->len[i] / CHUNK_TOKENS; c++) {
+            struct piece piece = {i, c * CHUNK_TOKENS, CHUNK_TOKENS, 0};
+            struct answer *answers = &all - i;
+            run_batch(&b, w, &piece, 1, &pool, answers);
+            kept[i][c] = answer_make(w, i);
+            b.ops->state_read(&b, &w->d, &pool, 0, kept[i][c].S, kept[i][c].conv);
+        }
+    }
+    b.ops->state_pool_free(&b, &pool);
+    b.ops->close(&b);
+}
+
+/* A random schedule in which about half of all whole chunks leave their state in a slot of their
+ * own. Returns the number of those, and of the requests, that are not as they should be. */
+static int32_t run_kept(struct rng *r, const struct layer *w, const struct answer *alone,
+                        struct answer kept[][MAX_WHOLE], int32_t n_threads, int32_t *n_kept)
+{
+    enum { N_SLOTS = SCHED_MAX_REQUESTS * (1 + MAX_WHOLE) + 1 };
+    int32_t slots[N_SLOTS], saves[N_SLOTS], n = w->n_requests, n_bad = 0, at_slot = n;
+    int32_t slot_of[SCHED_MAX_REQUESTS][MAX_WHOLE];
+    struct backend b;
+    struct backend_limits l = gdn_limits(&w->d, 4096, n);
+    struct state_pool pool;
+    struct answer answers[SCHED_MAX_REQUESTS], found = answer_make(w, 0);
+    struct sched_run s = {.n_requests = n};
+    struct piece pieces[SCHED_MAX_REQUESTS];
+    open_cpu(&b, n_threads, &l);
+    cr_assert_eq(b.ops->state_pool_make(&b, &w->d, N_SLOTS, &pool), 0);
+    for (int32_t i = 0; i < N_SLOTS; i++)
+        b.ops->state_poison(&b, &w->d, &pool, i);
+    shuffled(r, N_SLOTS, slots);
+    memset(slot_of, 0xff, sizeof slot_of);
+    for (int32_t i = 0; i < n; i++) {
+        s.len[i] = w->len[i];
+        s.slot[i] = slots[i];
+        answers[i] = answer_make(w, i);
+    }
+    for (int32_t n_pieces; (n_pieces = sched_next(&s, r, pieces)) > 0;) {
+        int32_t flat = 0;
+        for (int32_t i = 0; i < n_pieces; i++)
+            for (int32_t t = 0; t < pieces[i].len; t += CHUNK_TOKENS, flat++) {
+                bool is_whole = t + CHUNK_TOKENS <= pieces[i].len;
+                saves[flat] = is_whole && rng_int(r, 2) ? slots[at_slot++] : -1;
+                if (saves[flat] >= 0)
+                    slot_of[pieces[i].request][(pieces[i].start + t) / CHUNK_TOKENS] =
+                        saves[flat];
+            }
+        run_saving(&b, w, pieces, n_pieces, &pool, answers, saves);
+    }
+    for (int32_t i = 0; i < n; i++) {
+        b.ops->state_read(&b, &w->d, &pool, slots[i], answers[i].S, answers[i].conv);
+        n_bad += !is_same(w, i, &answers[i], &alone[i]);
+        for (int32_t c = 0; c < MAX_WHOLE; c++) {
+            if (slot_of[i][c] < 0)
+                continue;
+            b.ops->state_read(&b, &w->d, &pool, slot_of[i][c], found.S, found.conv);
+            n_bad += !is_same_state(&w->d, &found, &kept[i][c]);
+            ++*n_kept;
+        }
+    }
+    b.ops->state_read(&b, &w->d, &pool, slots[at_slot], found.S, found.conv);
+    n_bad += !isnan(found.S[0]) || !isnan(found.conv[0]);
+    b.ops->state_pool_free(&b, &pool);
+    b.ops->close(&b);
+    return n_bad;
+}
+
+/* A state kept inside a piece has the bits of a piece cut there, and changes nothing else. */
+Test(gdn_bits, kept_inside_a_piece)
+{
+    const uint64_t seed = 20261130;
+    struct rng r = {seed};
+    int32_t n_kept = 0;
+    for (int round = 0; round < 6; round++) {
+        int32_t lens[SCHED_MAX_REQUESTS], n = 1 + rng_int(&r, 5);
+        for (int32_t i = 0; i < n; i++)
+            lens[i] = 1 + rng_int(&r, CHUNK_TOKENS * MAX_WHOLE);
+        lens[0] = CHUNK_TOKENS * (1 + round); /* it ends with a whole chunk */
+        struct layer w =
+            layer_make(&r, gdn_dims_of(2, 1 + round % 3, round % 2 ? 32 : 64, 64), n, lens);
+        struct answer alone[SCHED_MAX_REQUESTS], kept[SCHED_MAX_REQUESTS][MAX_WHOLE];
+        run_alone(&w, alone);
+        run_cut(&w, kept);
+        for (int i = 0; i < 8; i++) /* 10 threads take the windowed way */
+            cr_expect_eq(run_kept(&r, &w, alone, kept, 1 + i % 4 * 3, &n_kept), 0,
+                         "seed %d round %d run %d", (int)seed, round, i);
+    }
+    cr_expect_gt(n_kept, 100);
+    cr_log_info("seed %d: %d states compared", (int)seed, n_kept);
 }
 
 /* 64 value heads make windows of 8 chunks (MAX_PREPS / HV); these sequences span four of them,

@@ -429,7 +429,7 @@ Test(sched, generated_tokens_leave_room_for_prompts)
     sched_close(s);
 }
 
-/* ---- admission is asked for, and pieces end where they must */
+/* ---- admission is asked for */
 
 struct answers {
     enum sched_answer of[8]; /* by seq */
@@ -443,14 +443,14 @@ static enum sched_answer answer(void *arg, struct sched_item *item)
     if (a->of[item->seq] == SCHED_ADMIT && item->seq == 2) { /* begins further on */
         item->n_planned = 64;
         item->n_pages = 2;
-        item->cut_at = 192;
     }
     return a->of[item->seq];
 }
 
 Test(sched, asks_before_it_admits)
 {
-    struct sched_config c = {SCHED_FCFS, 512, 8, 8, 0};
+    struct sched_config c = {SCHED_FCFS, 576, 8, 8, 0};
+    static const int32_t n_tokens[] = {300, 500, 192, 300, 300};
     struct answers a = {{SCHED_PARK, SCHED_ADMIT, SCHED_ADMIT, SCHED_NO_ROOM, SCHED_ADMIT}, 0};
     struct sched_room room = {0, 1, 8, 20, answer, &a};
     struct sched *s;
@@ -459,38 +459,32 @@ Test(sched, asks_before_it_admits)
     cr_assert_eq(sched_open(&c, &s), 0);
     for (int i = 0; i < 5; i++) {
         items[i] = (struct sched_item){.arrival_us = i,
-                                       .n_tokens = 300,
+                                       .n_tokens = n_tokens[i],
                                        .n_pages = 5,
                                        .seq = (uint64_t)i,
                                        .deadline_us = i == 0 ? 10 : 0,
                                        .i_entry = -1};
         cr_assert_eq(sched_add(s, &items[i]), 0);
     }
-    /* 0 is parked, 1 has three quarters, 2 what is left up to its cut, 3 holds back 4. */
-    items[1].cut_at = 128;
-    sched_remove(s, &items[1]);
-    cr_assert_eq(sched_add(s, &items[1]), 0);
+    /* 0 is parked, 1 has three quarters, 2 what is left to it from where it begins, 3 holds back
+     * 4. */
     cr_assert_eq(sched_plan(s, &room, p), 2);
     cr_expect_eq(a.n_asked, 4);
-    cr_expect(p[0].item == &items[1] && p[0].start == 0 && p[0].n_tokens == 128);
+    cr_expect(p[0].item == &items[1] && p[0].start == 0 && p[0].n_tokens == 384);
     cr_expect(p[1].item == &items[2] && p[1].start == 64 && p[1].n_tokens == 128);
+    cr_expect(!p[0].is_last && p[1].is_last);
     cr_expect_eq(sched_n_waiting(s), 2);
-    cr_expect_eq(sched_n_planned(s, &items[2]), 192);
-    cr_expect_eq(sched_backlog_tokens(s), 300 + 172 + 108 + 300 + 300);
-    /* A new cut while it runs; the parked one waits again and expires. */
+    cr_expect_eq(sched_backlog_tokens(s), 300 + 116 + 300 + 300);
+    /* The parked one waits again and expires. */
     a.of[0] = a.of[3] = SCHED_ADMIT;
-    items[1].cut_at = 256;
-    sched_cut_changed(s, &items[1]);
     sched_unpark(s, &items[0]);
     cr_expect_eq(sched_n_waiting(s), 3);
-    cr_assert_eq(sched_plan(s, &(struct sched_room){0, 1, 0, 0, answer, &a}, p), 2);
-    cr_expect(p[0].item == &items[1] && p[0].n_tokens == 128 && !p[0].is_last);
-    cr_expect(p[1].item == &items[2] && p[1].n_tokens == 108 && p[1].is_last);
-    cr_expect_eq(sched_n_planned(s, &items[2]), 300);
+    cr_assert_eq(sched_plan(s, &(struct sched_room){0, 1, 0, 0, answer, &a}, p), 1);
+    cr_expect(p[0].item == &items[1] && p[0].n_tokens == 116 && p[0].is_last);
     cr_expect_eq(sched_pop_expired(s, 11), &items[0]);
-    cr_expect_eq(sched_plan(s, &room, p), 3);
-    cr_expect(p[0].item == &items[1] && p[0].n_tokens == 44 && p[0].is_last);
-    sched_remove(s, &items[3]);
+    cr_expect_eq(sched_plan(s, &room, p), 2);
+    cr_expect(p[0].item == &items[3] && p[0].n_tokens == 300 && p[0].is_last);
+    cr_expect(p[1].item == &items[4] && p[1].n_tokens == 256 && !p[1].is_last);
     sched_remove(s, &items[4]);
     cr_expect_eq(sched_backlog_tokens(s), 0);
     sched_close(s);

@@ -32,23 +32,34 @@ static struct reference refs[N_PROMPTS];
 
 static const struct backend_ops *real_ops;
 static struct backend_ops hooked;
-static int bad_in; /* steps until one has a bad row; negative: none */
-static int
-    n_mixed; /* lists of copies that depend on their order, which a device may not keep */
+static int bad_in;        /* steps until one has a bad row; negative: none */
+static int n_mixed;       /* steps that depend on an order that a device may not keep */
+static long long n_saves; /* states that were written to a slot of their own */
 
-static bool is_mixed(const struct slot_copy *c, int32_t n)
+/* Copies whose order matters, or a slot that gets two states. */
+static bool is_mixed(const struct batch_host *h)
 {
-    for (int32_t i = 0; i < n; i++)
-        for (int32_t k = 0; k < n; k++)
+    const struct slot_copy *c = h->copies;
+    for (int32_t i = 0; i < h->n_copies; i++)
+        for (int32_t k = 0; k < h->n_copies; k++)
             if (c[i].to == c[k].from || (i != k && c[i].to == c[k].to))
                 return true;
+    for (int32_t i = 0; i < h->n_chunks; i++) {
+        int32_t slot = h->save_slots[i];
+        n_saves += slot >= 0;
+        for (int32_t k = 0; slot >= 0 && k < h->n_seqs; k++)
+            if (h->slots[k] == slot)
+                return true;
+        for (int32_t k = 0; slot >= 0 && k < i; k++)
+            if (h->save_slots[k] == slot)
+                return true;
+    }
     return false;
 }
 
 static int hook_begin(struct backend *b, const struct batch_host *h, struct batch *out)
 {
-    n_mixed +=
-        is_mixed(h->copies_in, h->n_copies_in) + is_mixed(h->copies_out, h->n_copies_out);
+    n_mixed += is_mixed(h);
     return real_ops->step_begin(b, h, out);
 }
 
@@ -265,42 +276,95 @@ static void run_world(const char *dir, struct rng *rng, struct count *count)
     fixture_close(&f);
 }
 
-/* Where small steps cost, a prompt that is alone is not cut for the sake of its end; with another
- * beside it, it is. */
-static void test_ends(const char *dir)
+/* Runs the first n tokens of the first prompt; returns how many it took from a state. */
+static int32_t run_lone(struct fixture *f, int32_t n, bool shares, struct top_entry *next,
+                        int32_t *n_pieces)
 {
-    for (int costs = 0; costs < 2; costs++) {
-        struct fixture f;
-        struct model_options o = {.max_step_tokens = 512, .kv_tokens = 4096, .state_slots = 8};
-        struct engine_config c = {.max_waiting = 8, .checkpoint_tokens = 128};
-        int n_done = 0;
-        if (fixture_open_as(&f, dir, &o, 1, true) != 0 || fixture_open_engine(&f, &c) != 0)
-            exit(1);
-        real_ops = f.backend.ops;
-        hooked = *real_ops;
-        hooked.small_steps_cost = costs;
-        f.backend.ops = &hooked;
-        struct request *r[3];
-        for (int i = 0; i < 3; i++) {
-            r[i] = fixture_request(&f, refs[i].ids, 250, LOGPROBS_NEXT, 1, &n_done);
-            r[i]->shares = true;
-            r[i]->ids[0] = i; /* nothing in common */
-            queue_push(f.queue, r[i]);
-            while (i == 0 && n_done < 1)
-                engine_turn(f.engine);
-            if (i == 0)
-                CHECK(f.engine->slots.n_cached == !costs && r[0]->n_pieces == 2 - costs,
-                      "small steps cost %d: alone, %d states are kept", costs,
-                      f.engine->slots.n_cached);
-        }
-        while (n_done < 3)
-            engine_turn(f.engine);
-        CHECK(f.engine->slots.n_cached >= 2, "and of two at once both, or the first");
-        for (int i = 0; i < 3; i++)
-            request_unref(r[i]);
-        f.backend.ops = real_ops;
-        fixture_close(&f);
+    int n_done = 0;
+    struct request *r = fixture_request(f, refs[0].ids, n, LOGPROBS_NEXT, N_TOP, &n_done);
+    r->shares = shares;
+    fixture_run(f, r);
+    memcpy(next, r->next_top, N_TOP * sizeof(*next));
+    *n_pieces = r->n_pieces;
+    int32_t n_cached = r->n_cached;
+    request_unref(r);
+    return n_cached;
+}
+
+/* A prompt that is alone is one piece, and leaves its end and a state every checkpoint_tokens; who
+ * begins at any of them has the bits of a cold start. */
+static void test_lone(const char *dir)
+{
+    struct fixture f;
+    struct model_options o = {.max_step_tokens = 512, .kv_tokens = 4096, .state_slots = 16};
+    struct engine_config c = {.max_waiting = 8, .checkpoint_tokens = 64, .cache_share = 900};
+    const struct reference *p = &refs[0];
+    struct top_entry hit[N_TOP], cold[N_TOP];
+    int32_t n_pieces;
+    int n_differ = 0, n_elsewhere = 0;
+    if (fixture_open_as(&f, dir, &o, 1, true) != 0 || fixture_open_engine(&f, &c) != 0)
+        exit(1);
+    run_lone(&f, p->n, true, cold, &n_pieces);
+    CHECK(n_pieces == 1 && f.engine->slots.n_cached == p->n / 64,
+          "a prompt of %d tokens: %d pieces, %d states", p->n, n_pieces,
+          f.engine->slots.n_cached);
+    n_differ += !same_top(cold, p->next, N_TOP);
+    for (int32_t at = p->n / 64 * 64; at > 0; at -= 64) {
+        n_elsewhere += run_lone(&f, at + 1, true, hit, &n_pieces) != at;
+        run_lone(&f, at + 1, false, cold, &n_pieces);
+        n_differ += !same_top(hit, cold, N_TOP);
     }
+    CHECK(n_differ == 0 && n_elsewhere == 0,
+          "begun at each of them: %d differ from a cold start, %d began elsewhere", n_differ,
+          n_elsewhere);
+    fixture_close(&f);
+}
+
+static struct {
+    struct engine *engine;
+    struct request *r; /* to be cancelled behind the next layer's first operation */
+} doomed;
+
+static void hook_conv(struct backend *b, const struct op_gdn_conv *a)
+{
+    real_ops->gdn_conv(b, a);
+    if (doomed.r)
+        engine_cancel(doomed.engine, doomed.r);
+    doomed.r = NULL;
+}
+
+/* A step that is abandoned has written some layers' states: none of them is kept. */
+static void test_abandoned(const char *dir)
+{
+    struct fixture f;
+    struct model_options o = {.max_step_tokens = 512, .kv_tokens = 4096, .state_slots = 16};
+    struct engine_config c = {.max_waiting = 8, .checkpoint_tokens = 64, .cache_share = 900};
+    const struct reference *p = &refs[0];
+    struct top_entry next[N_TOP];
+    int32_t n_pieces;
+    int n_done = 0;
+    if (fixture_open_as(&f, dir, &o, 1, true) != 0 || fixture_open_engine(&f, &c) != 0)
+        exit(1);
+    real_ops = f.backend.ops;
+    hooked = *real_ops;
+    hooked.gdn_conv = hook_conv;
+    f.backend.ops = &hooked;
+    const struct engine *en = f.engine;
+    struct request *r = fixture_request(&f, p->ids, p->n, LOGPROBS_NEXT, N_TOP, &n_done);
+    r->shares = true;
+    doomed.engine = f.engine;
+    doomed.r = r;
+    fixture_run(&f, r);
+    CHECK(r->outcome == OUTCOME_CANCELLED && en->prefix.n_ranked == 0 &&
+              en->prefix.n_nodes == 0 && en->slots.n_free == en->slots.n_total &&
+              en->pages.n_free == en->pages.n_total && is_sound(&f),
+          "a step that is abandoned leaves no state: %d slots of %d are free", en->slots.n_free,
+          en->slots.n_total);
+    request_unref(r);
+    bool is_cold = run_lone(&f, p->n, true, next, &n_pieces) == 0;
+    CHECK(is_cold && same_top(next, p->next, N_TOP), "and the same prompt is right then");
+    f.backend.ops = real_ops;
+    fixture_close(&f);
 }
 
 /* test_share [seed] [worlds] */
@@ -315,7 +379,8 @@ int main(int argc, char **argv)
     log_set_level(-1); /* faults are part of it */
     printf("# seed %llu\n", (unsigned long long)rng.s);
     make_references(dir, &rng);
-    test_ends(dir);
+    test_lone(dir);
+    test_abandoned(dir);
     for (int i = 0; i < n_worlds; i++)
         run_world(dir, &rng, &count);
     tiny_remove(dir);
@@ -326,7 +391,8 @@ int main(int argc, char **argv)
     CHECK(count.differ == 0, "%lld answers have the bits of a cold start, %d have not",
           count.ok, count.differ);
     CHECK(count.unsound == 0, "nothing leaks (%d)", count.unsound);
-    CHECK(n_mixed == 0, "copies of slots do not depend on their order (%d)", n_mixed);
+    CHECK(n_mixed == 0 && n_saves > 0, "no slot gets two states, of %lld kept (%d)", n_saves,
+          n_mixed);
     CHECK(count.hits > count.ok / 8 && count.told > 0, "prompts share");
     CHECK(count.cancelled > 0 && count.failed > 0, "some were cancelled, some failed");
     return tap_done();
