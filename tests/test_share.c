@@ -276,13 +276,17 @@ static void run_world(const char *dir, struct rng *rng, struct count *count)
     fixture_close(&f);
 }
 
-/* Runs the first n tokens of the first prompt; returns how many it took from a state. */
-static int32_t run_lone(struct fixture *f, int32_t n, bool shares, struct top_entry *next,
+/* Runs the first n tokens of the first prompt, sharing under a key (negative: not); returns how many
+ * it took from a state. */
+static int32_t run_lone(struct fixture *f, int32_t n, int32_t key, struct top_entry *next,
                         int32_t *n_pieces)
 {
     int n_done = 0;
     struct request *r = fixture_request(f, refs[0].ids, n, LOGPROBS_NEXT, N_TOP, &n_done);
-    r->shares = shares;
+    r->shares = key >= 0;
+    r->n_share_key = 1;
+    r->share_key = malloc(sizeof(int32_t));
+    *r->share_key = key;
     fixture_run(f, r);
     memcpy(next, r->next_top, N_TOP * sizeof(*next));
     *n_pieces = r->n_pieces;
@@ -292,31 +296,41 @@ static int32_t run_lone(struct fixture *f, int32_t n, bool shares, struct top_en
 }
 
 /* A prompt that is alone is one piece, and leaves its end and a state every checkpoint_tokens; who
- * begins at any of them has the bits of a cold start. */
+ * begins at any of them has the bits of a cold start. Often enough that a backend that replays steps
+ * does so with states kept at other slots. */
 static void test_lone(const char *dir)
 {
+    enum { N_KEYS = 8 };
     struct fixture f;
-    struct model_options o = {.max_step_tokens = 512, .kv_tokens = 4096, .state_slots = 16};
+    struct model_options o = {.max_step_tokens = 512, .kv_tokens = 8192, .state_slots = 64};
     struct engine_config c = {.max_waiting = 8, .checkpoint_tokens = 64, .cache_share = 900};
     const struct reference *p = &refs[0];
     struct top_entry hit[N_TOP], cold[N_TOP];
-    int32_t n_pieces;
-    int n_differ = 0, n_elsewhere = 0;
+    int32_t n_pieces, n_kept = p->n / 64;
+    int n_differ = 0, n_elsewhere = 0, n_cut = 0;
     if (fixture_open_as(&f, dir, &o, 1, true) != 0 || fixture_open_engine(&f, &c) != 0)
         exit(1);
-    run_lone(&f, p->n, true, cold, &n_pieces);
-    CHECK(n_pieces == 1 && f.engine->slots.n_cached == p->n / 64,
-          "a prompt of %d tokens: %d pieces, %d states", p->n, n_pieces,
+    for (int32_t key = 0; key < N_KEYS; key++) {
+        n_elsewhere += run_lone(&f, p->n, key, cold, &n_pieces) != 0;
+        n_differ += !same_top(cold, p->next, N_TOP);
+        n_cut += n_pieces - 1;
+    }
+    CHECK(n_cut == 0 && f.engine->slots.n_cached == N_KEYS * n_kept,
+          "%d prompts of %d tokens: %d cuts, %d states", N_KEYS, p->n, n_cut,
           f.engine->slots.n_cached);
-    n_differ += !same_top(cold, p->next, N_TOP);
-    for (int32_t at = p->n / 64 * 64; at > 0; at -= 64) {
-        n_elsewhere += run_lone(&f, at + 1, true, hit, &n_pieces) != at;
-        run_lone(&f, at + 1, false, cold, &n_pieces);
-        n_differ += !same_top(hit, cold, N_TOP);
+    for (int32_t at = n_kept * 64; at > 0; at -= 64) {
+        run_lone(&f, at + 1, -1, cold, &n_pieces);
+        for (int32_t key = 0; key < N_KEYS; key++) {
+            n_elsewhere += run_lone(&f, at + 1, key, hit, &n_pieces) != at;
+            n_differ += !same_top(hit, cold, N_TOP);
+        }
     }
     CHECK(n_differ == 0 && n_elsewhere == 0,
           "begun at each of them: %d differ from a cold start, %d began elsewhere", n_differ,
           n_elsewhere);
+    long long n_replayed = atomic_load(&f.metrics.steps_replayed);
+    CHECK(f.backend.ops->replay ? n_replayed > N_KEYS : n_replayed == 0,
+          "%lld steps were replayed", n_replayed);
     fixture_close(&f);
 }
 
@@ -361,7 +375,7 @@ static void test_abandoned(const char *dir)
           "a step that is abandoned leaves no state: %d slots of %d are free", en->slots.n_free,
           en->slots.n_total);
     request_unref(r);
-    bool is_cold = run_lone(&f, p->n, true, next, &n_pieces) == 0;
+    bool is_cold = run_lone(&f, p->n, 0, next, &n_pieces) == 0;
     CHECK(is_cold && same_top(next, p->next, N_TOP), "and the same prompt is right then");
     f.backend.ops = real_ops;
     fixture_close(&f);

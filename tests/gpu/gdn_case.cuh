@@ -37,6 +37,7 @@ struct gdn_case {
     int H, HV;
     std::vector<int> lens, start, slot;
     int n_slots = 0;
+    int n_more = 0; /* slots that no sequence has; set before make */
     batch_dev batch;
     dbuf<bf16> q, k, v, o;
     dbuf<float> g, beta, S, S0;
@@ -48,7 +49,7 @@ struct gdn_case {
     {
         H = H_, HV = HV_, lens = lens_;
         int n = (int)lens.size();
-        n_slots = n + 3;
+        n_slots = n + 3 + n_more;
         start.resize(n), slot.resize(n);
         for (int i = 0; i < n; i++)
             start[i] = i & 1 ? 64 : 0, slot[i] = (i * 5 + 1) % n_slots;

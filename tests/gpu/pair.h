@@ -253,12 +253,13 @@ struct pair_batch {
     int32_t n;
     struct batch_host h;
     struct batch b[SIDES];
-    int32_t *tokens, *positions, *cu, *start, *slots, *pages, *rows, *targets, *tops;
+    int32_t *tokens, *positions, *cu, *start, *slots, *saves, *pages, *rows, *targets, *tops;
     int32_t n_slots, n_pages; /* that the pools must have */
 };
 
 /* Sequences of lens with starts (NULL: 0), in shuffled slots and on shuffled pages of P tokens;
- * n_rows rows asked for, spread over the batch. */
+ * every second whole chunk saved, to the slots from n + 1 on; n_rows rows asked for, spread over the
+ * batch. */
 static void batch_make(struct pair_batch *pb, int32_t n, const int32_t *lens,
                        const int32_t *starts, int32_t P, int32_t n_rows, int32_t vocab)
 {
@@ -286,6 +287,10 @@ static void batch_make(struct pair_batch *pb, int32_t n, const int32_t *lens,
     }
     pb->n_pages = at_page + 1;
     pb->n_slots = n + 1;
+    pb->saves = must(calloc((size_t)pb->h.n_chunks + 1, 4));
+    for (int32_t i = 0, flat = 0; i < n; i++)
+        for (int32_t t = 0; t < lens[i]; t += CHUNK_TOKENS, flat++)
+            pb->saves[flat] = flat % 2 == 0 && t + CHUNK_TOKENS <= lens[i] ? pb->n_slots++ : -1;
     pb->tokens = must(calloc((size_t)T + 1, 4));
     pb->positions = must(calloc((size_t)T + 1, 4));
     at_page = 0;
@@ -315,6 +320,7 @@ static void batch_make(struct pair_batch *pb, int32_t n, const int32_t *lens,
     pb->h.max_pages = PAIR_PAGES;
     pb->h.tokens = pb->tokens, pb->h.positions = pb->positions, pb->h.cu_seqlens = pb->cu;
     pb->h.start = pb->start, pb->h.slots = pb->slots, pb->h.page_table = pb->pages;
+    pb->h.save_slots = pb->saves;
     pb->h.rows = pb->rows, pb->h.targets = pb->targets, pb->h.row_top = pb->tops;
 }
 
@@ -342,8 +348,8 @@ static void batch_end(struct pair_batch *pb, const struct tensor *rows,
 
 static void batch_free(struct pair_batch *pb)
 {
-    int32_t *all[] = {pb->tokens, pb->positions, pb->cu,      pb->start, pb->slots,
-                      pb->pages,  pb->rows,      pb->targets, pb->tops};
+    int32_t *all[] = {pb->tokens, pb->positions, pb->cu,   pb->start,   pb->slots,
+                      pb->saves,  pb->pages,     pb->rows, pb->targets, pb->tops};
     for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++)
         free(all[i]);
 }

@@ -81,9 +81,12 @@ static void gdn_open(struct gdn_case *c, const struct pair_batch *pb, int32_t H,
     c->o = tensor_make(T * (size_t)HV * 128, true);
     size_t elems = (size_t)HV * 128 * 128;
     float *S = must(malloc(elems * 4)), *conv = must(malloc(cd * 3 * 4));
-    for (int s = 0; s < SIDES; s++)
+    for (int s = 0; s < SIDES; s++) {
         must_be(pair.b[s].ops->state_pool_make(&pair.b[s], &c->d, pb->n_slots, &c->pool[s]), 0,
                 "state_pool_make");
+        for (int32_t slot = pb->n; slot < pb->n_slots; slot++)
+            pair.b[s].ops->state_poison(&pair.b[s], &c->d, &c->pool[s], slot);
+    }
     for (int32_t i = 0; i < pb->n; i++) {
         for (size_t k = 0; k < elems; k++)
             S[k] = 0.1f * rng_normal(&pair.rng);
@@ -116,38 +119,52 @@ static void gdn_close(struct gdn_case *c)
         pair.b[s].ops->state_pool_free(&pair.b[s], &c->pool[s]);
 }
 
-/* The states of some of the batch's slots, joined: n sequences from the first on. */
 /* What becomes of the slot of a piece that starts a request and has no tokens is left open. */
 static bool has_state(const struct pair_batch *pb, int32_t i)
 {
     return pb->start[i] > 0 || pb->cu[i + 1] > pb->cu[i];
 }
 
+/* The slots of some of the batch's sequences, and all that a state was saved to. Returns how many;
+ * the caller frees. */
+static int32_t slots_to_compare(const struct pair_batch *pb, int32_t **out)
+{
+    int32_t n = 0, *slots = must(calloc((size_t)(pb->n + pb->n_slots), 4));
+    for (int32_t i = 0; i < pb->n && i < 8; i++)
+        if (has_state(pb, i))
+            slots[n++] = pb->slots[i];
+    for (int32_t slot = pb->n + 1; slot < pb->n_slots; slot++)
+        slots[n++] = slot;
+    *out = slots;
+    return n;
+}
+
+/* Their states, joined. */
 static void gdn_compare_states(const char *name, struct gdn_case *c,
                                const struct pair_batch *pb)
 {
-    int32_t n = pb->n < 8 ? pb->n : 8;
+    int32_t *slots, n = slots_to_compare(pb, &slots);
     size_t elems = (size_t)c->d.HV * 128 * 128, cd3 = (size_t)c->d.conv_dim * 3;
     float *S[SIDES], *conv[SIDES];
-    char what[96];
+    char what[128];
     for (int s = 0; s < SIDES; s++) {
-        S[s] = must(calloc((size_t)n * elems, 4));
-        conv[s] = must(calloc((size_t)n * cd3, 4));
+        S[s] = must(calloc((size_t)n * elems + 1, 4));
+        conv[s] = must(calloc((size_t)n * cd3 + 1, 4));
         for (int32_t i = 0; i < n; i++)
-            if (has_state(pb, i))
-                must_be(pair.b[s].ops->state_read(&pair.b[s], &c->d, &c->pool[s], pb->slots[i],
-                                                  S[s] + (size_t)i * elems,
-                                                  conv[s] + (size_t)i * cd3),
-                        0, "state_read");
+            must_be(pair.b[s].ops->state_read(&pair.b[s], &c->d, &c->pool[s], slots[i],
+                                              S[s] + (size_t)i * elems,
+                                              conv[s] + (size_t)i * cd3),
+                    0, "state_read");
     }
-    snprintf(what, sizeof(what), "gdn state, %s", name);
+    snprintf(what, sizeof(what), "gdn state, %s, %d saved", name, pb->n_slots - pb->n - 1);
     compare(what, S[DUT], S[REF], (size_t)n * elems, CHAIN_REL, CHAIN_ABS, CHAIN_L2);
-    snprintf(what, sizeof(what), "gdn conv state, %s", name);
+    snprintf(what, sizeof(what), "gdn conv state, %s, %d saved", name, pb->n_slots - pb->n - 1);
     compare(what, conv[DUT], conv[REF], (size_t)n * cd3, 0, 0, 0);
     for (int s = 0; s < SIDES; s++) {
         free(S[s]);
         free(conv[s]);
     }
+    free(slots);
 }
 
 /* is_normed: with the gated norm, which scales a nearly cancelled row up with its rounding, so

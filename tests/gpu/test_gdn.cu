@@ -1,6 +1,6 @@
 /* Tests of k_gdn_delta: every body against an f64 recurrence (itself checked against a host
  * loop), with poisoned outputs, workspace and slots; and bits: between bodies, alone against in
- * a batch, cut at multiples of 64. `small` as first argument: sizes for compute-sanitizer. */
+ * a batch, cut at multiples of 64, kept inside of a piece. `small` as first argument: sizes for compute-sanitizer. */
 #include "gdn_case.cuh"
 
 /* Six roundings to bf16 on the way to an output (S, R, A, Vn, P, O), each 2^-9 / sqrt(3) rms =
@@ -144,6 +144,71 @@ static void check_padding(int body)
     result(ok, "padding %s: counts rounded up change nothing", body_name(body));
 }
 
+/* The state behind each `every`-th whole chunk, kept in a slot of its own: the bits of a piece that
+ * ends there; all else has the bits of a run that keeps none, and no other slot is touched. */
+static void check_kept(int body, const std::vector<int> &lens, int every)
+{
+    const int H = 1, HV = 4, n = (int)lens.size();
+    const size_t slot_n = (size_t)HV * 16384;
+    std::vector<int> at_seq, at_chunk; /* of what is kept */
+    gdn_case all;
+    for (int i = 0; i < n; i++)
+        for (int c = every - 1; c < lens[i] / 64; c += every)
+            at_seq.push_back(i), at_chunk.push_back(c);
+    all.n_more = (int)at_seq.size();
+    all.make(H, HV, lens, 1, 71);
+    size_t T = all.batch.b.n_tokens;
+    all.run(&dev, body);
+    std::vector<bf16> want = all.o.get(0, T * HV * 128);
+    std::vector<std::vector<float>> want_s;
+    std::vector<bool> taken(all.n_slots, false);
+    for (int i = 0; i < n; i++)
+        want_s.push_back(all.state(i)), taken[all.slot[i]] = true;
+
+    std::vector<int32_t> save(all.batch.b.n_chunks, -1), first = all.batch.first.get(0, n + 1);
+    std::vector<int> slots;
+    for (size_t k = 0, at = 0; k < at_seq.size(); k++, at++) {
+        while (taken[at])
+            at++;
+        slots.push_back((int)at);
+        save[first[at_seq[k]] + at_chunk[k]] = (int32_t)at;
+    }
+    dbuf<int32_t> saves(save.size());
+    saves.put(save);
+    all.batch.b.save_slots = saves.p;
+    all.run(&dev, body);
+    std::vector<bf16> got = all.o.get(0, T * HV * 128);
+    bool ok = memcmp(got.data(), want.data(), want.size() * 2) == 0;
+    for (int i = 0; i < n; i++)
+        ok = ok && memcmp(all.state(i).data(), want_s[i].data(), slot_n * 4) == 0;
+    size_t t0 = 0;
+    int n_wrong = 0;
+    for (size_t k = 0; k < slots.size(); k++) {
+        int seq = at_seq[k], len = 64 * (at_chunk[k] + 1);
+        t0 = 0;
+        for (int i = 0; i < seq; i++)
+            t0 += lens[i];
+        gdn_case one; /* an odd sequence continues a state, an even one is fresh */
+        one.make(H, HV, seq & 1 ? std::vector<int>{3, len} : std::vector<int>{len}, 1, 72);
+        copy_sequence(one, seq & 1 ? 3 : 0, all, t0, len);
+        int mine = seq & 1;
+        CU(cudaMemcpy(one.S0.p + one.slot[mine] * slot_n, all.S0.p + all.slot[seq] * slot_n,
+                      slot_n * 4, cudaMemcpyDeviceToDevice));
+        one.run(&dev, body);
+        auto kept = all.S.get(slots[k] * slot_n, slot_n), cut = one.state(mine);
+        n_wrong += memcmp(kept.data(), cut.data(), slot_n * 4) != 0;
+        taken[slots[k]] = true;
+    }
+    for (int i = 0; i < all.n_slots; i++)
+        if (!taken[i])
+            for (float x : all.S.get(i * slot_n, slot_n))
+                ok = ok && x != x;
+    result(ok && n_wrong == 0 && !slots.empty(),
+           "kept %s, longest of %d tokens: %zu states inside of pieces, %d wrong, the rest %s",
+           body_name(body), all.batch.b.max_len, slots.size(), n_wrong,
+           ok ? "same" : "DIFFERS");
+}
+
 /* NaN in one request must not reach its neighbours. */
 static void check_isolation(int body)
 {
@@ -254,6 +319,9 @@ int main(int argc, char **argv)
     }
     for (int body : bodies) {
         check_isolation(body);
+        check_kept(body, {70, 300, 64, 129, 5, 0, 640}, 1);
+        if (!small) /* with gdn_prep beside */
+            check_kept(body, {9000}, 16);
         if (!small)
             check_padding(body);
         for (int cut : {0, 64, 192, 256})

@@ -150,17 +150,25 @@ struct conv_case {
     batch_dev batch;
     dbuf<bf16> p, q, k, v, state;
     dbuf<float> w, A_log, dt, g, beta;
+    dbuf<int32_t> saves;
+    std::vector<int32_t> save; /* every whole chunk but each third has a slot of its own */
 
     void make(int H_, int HV_, const std::vector<int> &lens_, const std::vector<int> &start_)
     {
         H = H_, HV = HV_, lens = lens_, start = start_;
         cd = (2 * H + HV) * 128, ld = cd + HV * 128 + 2 * HV;
         ld = (ld + 7) / 8 * 8;
-        n_slots = (int)lens.size() + 2;
-        slot.clear();
+        slot.clear(), save.clear();
+        n_slots = 1;
+        for (int len : lens)
+            for (int t = 0; t < len; t += 64)
+                save.push_back(t + 64 <= len && save.size() % 3 != 2 ? n_slots++ : -1);
+        n_slots += (int)lens.size() + 1;
         for (size_t i = 0; i < lens.size(); i++)
             slot.push_back(n_slots - 1 - (int)i);
         batch.make(lens, start, slot);
+        saves.make(save.size() + 1), saves.put(save);
+        batch.b.save_slots = saves.p;
         size_t T = batch.b.n_tokens;
         p.make(T * ld + 1), q.make(T * H * 128 + 1), k.make(T * H * 128 + 1);
         v.make(T * HV * 128 + 1), g.make(T * HV + 1), beta.make(T * HV + 1);
@@ -242,6 +250,16 @@ static void test_conv(const char *name, int H, int HV, const std::vector<int> &l
                         (float)input(lens[s] - 3 + i, ch);
         t0 += lens[s];
     }
+    /* Slot 0, and the one before the sequences', are nobody's. */
+    size_t slot_n = 3 * (size_t)c.cd, free_slot = c.n_slots - 1 - lens.size();
+    ok_s &= memcmp(&st[0], &st0[0], slot_n * 2) == 0 &&
+            memcmp(&st[free_slot * slot_n], &st0[free_slot * slot_n], slot_n * 2) == 0;
+    t0 = 0;
+    for (size_t s = 0, flat = 0; s < lens.size(); t0 += lens[s++])
+        for (int t = 0; t < lens[s]; t += 64, flat++)
+            for (int i = 0; i < 3 && c.save[flat] >= 0; i++)
+                ok_s &= memcmp(&st[(c.save[flat] * 3 + i) * (size_t)c.cd],
+                               &p[(t0 + t + 61 + i) * c.ld], c.cd * 2) == 0;
     result(ok_y && ok_g && ok_s, "gdn_conv %s: outputs %s gates %s state %s", name,
            ok_y ? "ok" : "WRONG", ok_g ? "ok" : "WRONG", ok_s ? "ok" : "WRONG");
 }
