@@ -1,6 +1,6 @@
 /* Prefill speed of whole models through the engine, and where the time goes.
  *
- * gpu_prefill MODEL_DIR LAYERS REPEATS [table|readback|direct|all] NxLEN...   (8x1024: 8 of 1024)
+ * gpu_prefill MODEL_DIR LAYERS REPEATS [table|readback|direct|keep|all] NxLEN...   (8x1024: 8 of 1024)
  *
  * Dummy weights; LAYERS 0 takes the model's own number. Each shape prints a line: wall time from
  * the first push to the last end (median), the device's time of its steps, the host's time of a
@@ -9,7 +9,8 @@
  * alone. With `readback` the shape runs twice, as it is and with the chunk counts copied back to
  * the host in each step, as code that asks a device tensor for its list does: what that costs in
  * host time and idle device; the last steps of both go to $TRACE_DIR (if set) as files for Perfetto, as
- * GET /v1/trace gives them. With `direct` it runs again without replaying recorded steps. `all`
+ * GET /v1/trace gives them. With `direct` it runs again without replaying recorded steps; with `keep` again
+ * with the prompts' states kept, which no prompt after it begins at. `all`
  * asks for every token's logprob. TEST_BACKEND picks the backend (cuda).
  *
  * Ceilings: ../shared/peers.md, copy 4.28 TB/s, bf16 777 TFLOP/s, one H200. */
@@ -155,6 +156,9 @@ static void hook(struct backend *b)
 
 /* ---- a run ---- */
 
+static bool keeps;     /* states, each prompt under a key of its own */
+static int32_t n_keys; /* taken */
+
 static double run_once(struct fixture *f, int32_t n, int32_t len, int32_t repeat)
 {
     struct request **r = calloc((size_t)n, sizeof(struct request *));
@@ -165,6 +169,12 @@ static double run_once(struct fixture *f, int32_t n, int32_t len, int32_t repeat
             ids[t] = (int32_t)((7919 * (t + 1) + 104729 * (p + 1) + 1299709 * (int64_t)repeat) %
                                f->arch.vocab);
         r[p] = fixture_request(f, ids, len, mode, 1, &n_done);
+        if (!keeps)
+            continue;
+        r[p]->shares = true;
+        r[p]->n_share_key = 1;
+        r[p]->share_key = malloc(sizeof(int32_t));
+        *r[p]->share_key = n_keys++;
     }
     int64_t from_ns = now_ns();
     for (int32_t p = 0; p < n; p++)
@@ -349,7 +359,7 @@ int main(int argc, char **argv)
 {
     if (argc < 5) {
         fprintf(stderr, "usage: gpu_prefill MODEL_DIR LAYERS REPEATS "
-                        "[table|readback|direct|all] NxLEN...\n");
+                        "[table|readback|direct|keep|all] NxLEN...\n");
         return 2;
     }
     char temporary[512];
@@ -375,7 +385,7 @@ int main(int argc, char **argv)
     hook(&f.backend);
     if (fixture_open_engine(&f, &c) != 0)
         return 1;
-    bool is_table = false, is_readback = false, is_direct = false;
+    bool is_table = false, is_readback = false, is_direct = false, is_keep = false;
     for (int i = 4; i < argc; i++) {
         int n, len;
         if (strcmp(argv[i], "table") == 0) {
@@ -392,6 +402,10 @@ int main(int argc, char **argv)
         }
         if (strcmp(argv[i], "direct") == 0) {
             is_direct = true;
+            continue;
+        }
+        if (strcmp(argv[i], "keep") == 0) {
+            is_keep = true;
             continue;
         }
         if (sscanf(argv[i], "%dx%d", &n, &len) != 2)
@@ -414,7 +428,12 @@ int main(int argc, char **argv)
             run_shape(&f, "direct", n, len, repeats);
             hooked.replay = real_ops->replay;
         }
-        is_table = is_readback = is_direct = false;
+        if (is_keep) {
+            keeps = true;
+            run_shape(&f, "keep", n, len, repeats);
+            keeps = false;
+        }
+        is_table = is_readback = is_direct = is_keep = false;
         mode = LOGPROBS_NEXT;
     }
     f.backend.ops = real_ops;
