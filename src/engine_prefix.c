@@ -168,8 +168,8 @@ static void unpend(struct engine *en, struct prefix_node *v)
     prefix_unref(&en->prefix, v);
 }
 
-/* Tokens that v's state saves, and the bytes that it alone takes. The spare ones above it, which
- * nobody may ever want, make it worth no less: they go first. */
+/* Tokens that v's state saves, and the bytes that it alone takes. Spare ones above it, which nobody
+ * may ever want and which go first, make it worth no less. */
 static int32_t saved_by(const struct engine *en, const struct prefix_node *v, double *bytes)
 {
     const struct model_sizes *z = model_sizes_of(en->model);
@@ -265,7 +265,7 @@ static bool get_slot(struct engine *en, struct prefix_node *v, bool is_wanted)
         en->slots.n_free == 0 || (!is_wanted && en->n_kept_slots >= en->max_cached_slots);
     if (is_full) {
         struct prefix_node *u = least(en, above);
-        if (!u || (!is_wanted && u->worth > prefix_worth(&en->prefix, n, bytes)))
+        if (!u || (!is_wanted && u->worth > prefix_worth(&en->prefix, v, n, bytes)))
             return false;
         drop_for_room(en, u);
     }
@@ -411,7 +411,7 @@ static struct prefix_node *pending_in(const struct request *r, int32_t at, int32
     return found;
 }
 
-/* Where r, which has come to `at` tokens, leaves its state next without being asked. */
+/* Where r, which has come to `at` tokens, leaves a spare state next. */
 static int32_t checkpoint_after(const struct engine *en, const struct request *r, int32_t at)
 {
     int32_t n = r->kept_at + en->checkpoint_tokens, P = en->pages.page_tokens;
@@ -425,19 +425,24 @@ void engine_prefix_pack(struct engine *en, struct step *s, struct request *r, in
     if (!r->path)
         return;
     end = end < r->path->depth ? end : r->path->depth;
-    for (int32_t at = start; at < end; r->kept_at = at) {
-        struct prefix_node *v = pending_in(r, at, end);
-        int32_t next = r->shares_once ? end + 1 : checkpoint_after(en, r, at);
-        if (next < (v ? v->depth : end + 1)) {
-            v = prefix_above(&en->prefix, r->path, next);
-            at = next;
-            if (!v || v->state != PREFIX_NONE || !pend(v, r, en->pages.page_tokens))
-                continue; /* it is kept, or memory is short */
-            v->is_spare = true;
-        } else if (!v) {
-            return;
-        }
+    struct prefix_node *v;
+    for (int32_t at = start; (v = pending_in(r, at, end)) != NULL;) {
         at = v->depth;
+        keep(en, s, r, v, start);
+    }
+    /* Spare ones in what room is left. */
+    for (int32_t at = start; !r->shares_once && at < end; r->kept_at = at) {
+        int32_t next = checkpoint_after(en, r, at);
+        v = pending_in(r, at, end);
+        at = v && v->depth <= next ? v->depth : next;
+        if (at > end)
+            return;
+        if (v && v->depth == at)
+            continue;
+        v = prefix_above(&en->prefix, r->path, at);
+        if (!v || v->state != PREFIX_NONE || !pend(v, r, en->pages.page_tokens))
+            continue; /* it is kept, or memory is short */
+        v->is_spare = true;
         keep(en, s, r, v, start);
     }
 }

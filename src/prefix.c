@@ -289,14 +289,15 @@ static void rank_place(struct prefix *p, int32_t i, struct prefix_node *v)
     rank_set(p, i, v);
 }
 
-double prefix_worth(const struct prefix *p, int32_t saved_tokens, double bytes)
+double prefix_worth(const struct prefix *p, const struct prefix_node *v, int32_t saved_tokens,
+                    double bytes)
 {
-    return p->level + saved_tokens / (bytes > 1 ? bytes : 1);
+    return (v->is_spare ? 0 : p->level) + saved_tokens / (bytes > 1 ? bytes : 1);
 }
 
 int prefix_rank(struct prefix *p, struct prefix_node *v, int32_t saved_tokens, double bytes)
 {
-    double worth = prefix_worth(p, saved_tokens, bytes);
+    double worth = prefix_worth(p, v, saved_tokens, bytes);
     if (v->i_rank < 0 && p->n_ranked == p->ranking_cap) {
         int32_t cap = 2 * p->ranking_cap + 16;
         struct prefix_node **r =

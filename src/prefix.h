@@ -9,7 +9,7 @@
  *
  * Checkpoints are ranked by what they are worth: tokens saved a byte plus a level that rises to
  * the worth of each one evicted, so that what is not used again sinks below what is new
- * (GreedyDual-Size: Cao and Irani, 1997). */
+ * (GreedyDual-Size: Cao and Irani, 1997). Spare ones have no level: they take what room is left. */
 #ifndef PREFILLD_PREFIX_H
 #define PREFILLD_PREFIX_H
 
@@ -89,7 +89,8 @@ struct prefix_node *prefix_nearest(struct prefix_node *v);
  * or ERR_NOMEM. O(log ranked). */
 int prefix_rank(struct prefix *p, struct prefix_node *v, int32_t saved_tokens, double bytes);
 /* What v would be worth. */
-double prefix_worth(const struct prefix *p, int32_t saved_tokens, double bytes);
+double prefix_worth(const struct prefix *p, const struct prefix_node *v, int32_t saved_tokens,
+                    double bytes);
 /* Takes v out of the ranking; is_evicted: the level rises to its worth. */
 void prefix_unrank(struct prefix *p, struct prefix_node *v, bool is_evicted);
 

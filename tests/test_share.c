@@ -334,6 +334,32 @@ static void test_lone(const char *dir)
     fixture_close(&f);
 }
 
+/* What a prompt leaves in its middle, unasked, goes before the ends of others and takes no room from
+ * them. */
+static void test_spare(const char *dir)
+{
+    enum { N_KEYS = 6, N_TOKENS = 160 }; /* the end is at 128, a spare one at 64 */
+    struct fixture f;
+    struct model_options o = {.max_step_tokens = 512, .kv_tokens = 8192, .state_slots = 8};
+    struct engine_config c = {.max_waiting = 8, .checkpoint_tokens = 64, .cache_share = 500};
+    struct top_entry next[N_TOP];
+    int32_t n_pieces;
+    int n_full = 0, n_ends = 0;
+    if (fixture_open_as(&f, dir, &o, 1, true) != 0 || fixture_open_engine(&f, &c) != 0)
+        exit(1);
+    const struct engine *en = f.engine;
+    for (int32_t key = 0; key < N_KEYS; key++) {
+        run_lone(&f, N_TOKENS, key, next, &n_pieces);
+        n_full += en->slots.n_cached == (key == 0 ? 2 : 4);
+    }
+    for (int32_t key = N_KEYS - 4; key < N_KEYS; key++)
+        n_ends += run_lone(&f, N_TOKENS, key, next, &n_pieces) == 128;
+    CHECK(n_full == N_KEYS && n_ends == 4,
+          "half of 8 slots keep states: %d of %d times; %d of 4 are ends", n_full, N_KEYS,
+          n_ends);
+    fixture_close(&f);
+}
+
 static struct {
     struct engine *engine;
     struct request *r; /* to be cancelled behind the next layer's first operation */
@@ -394,6 +420,7 @@ int main(int argc, char **argv)
     printf("# seed %llu\n", (unsigned long long)rng.s);
     make_references(dir, &rng);
     test_lone(dir);
+    test_spare(dir);
     test_abandoned(dir);
     for (int i = 0; i < n_worlds; i++)
         run_world(dir, &rng, &count);

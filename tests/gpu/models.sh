@@ -86,7 +86,7 @@ for what in $wanted; do
             readback 64x2048 readback 64x256 all 1x8192
         step bench-27b-8 100 ./gpu_prefill $models/27b 8 5 1x2048 table 1x8192
         step bench-35b-8 100 ./gpu_prefill $models/35b-a3b 8 5 1x2048 table 1x8192
-        step bench-35b 150 ./gpu_prefill $models/35b-a3b 0 3 table 32x1024 8x8192 1x32768
+        step bench-35b 150 ./gpu_prefill $models/35b-a3b 0 3 table 32x1024 8x8192 1x32768 keep 1x8190
         cat "$logs"/bench-*.log
         ;;
     esac
