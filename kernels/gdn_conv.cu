@@ -61,14 +61,11 @@ __device__ static inline void conv_state(const struct k_gdn_conv *a, int seq, in
         *(uint4 *)(state + i * row) = last[i];
 }
 
-/* The window behind a whole chunk to a slot of its own, when one keeps it: the inputs of its last three
- * tokens, of this lane's channels. */
-__device__ static inline void conv_save(const struct k_gdn_conv *a, int chunk, int channel,
+/* The window behind a whole chunk to the slot that keeps it: the inputs of its last three tokens, of
+ * this lane's channels. */
+__device__ static inline void conv_save(const struct k_gdn_conv *a, int slot, int channel,
                                         const uint4 last[3])
 {
-    int slot = a->b.save_slots ? a->b.save_slots[chunk] : -1;
-    if (slot < 0)
-        return;
     int64_t row = (int64_t)(2 * a->d.H + a->d.HV) * CONV_DIM;
     bf16 *state = (bf16 *)a->conv_state + slot * 3 * row + channel;
 #pragma unroll
@@ -136,7 +133,7 @@ __global__ static void __launch_bounds__(CONV_THREADS) gdn_conv_kernel(struct k_
         return;
     }
     int seq = a.b.chunk_seq[chunk], first = a.b.chunk_tok[chunk];
-    int index = a.b.chunk_index[chunk];
+    int index = a.b.chunk_index[chunk], save = a.b.save_slots[chunk];
     if (head == n_heads) {
         gates(&a, first, min(a.b.cu_seqlens[seq + 1] - first, K_CHUNK));
         return;
@@ -159,8 +156,8 @@ __global__ static void __launch_bounds__(CONV_THREADS) gdn_conv_kernel(struct k_
     int end = a.b.cu_seqlens[seq + 1], n = min(end - (int)tok, (int)CONV_TOKENS);
     if (index == 0 && part == 0 && n > 0)
         conv_state(&a, seq, channel, first, end - first, in);
-    if (part == K_CHUNK / CONV_TOKENS - 1)
-        conv_save(&a, chunk, channel, in + CONV_TOKENS);
+    if (save >= 0 && part == K_CHUNK / CONV_TOKENS - 1)
+        conv_save(&a, save, channel, in + CONV_TOKENS);
     __syncwarp();
     if (head >= 2 * a.d.H) {
         bf16 *v = (bf16 *)a.v + (tok * a.d.HV + head - 2 * a.d.H) * CONV_DIM + lane8;

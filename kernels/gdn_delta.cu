@@ -307,7 +307,8 @@ __global__ static void __launch_bounds__(GDN_THREADS) gdn_chain_kernel(struct k_
     c.k = (const bf16 *)a.k + (tok * a.d.H + kh) * GDN_D;
     c.v = (const bf16 *)a.v + at_v;
     c.o = (bf16 *)a.o + at_v;
-    c.unit = (const struct gdn_unit *)a.work + (int64_t)a.b.seq_first[seq] * a.d.HV + h;
+    int first = a.b.seq_first[seq];
+    c.unit = (const struct gdn_unit *)a.work + (int64_t)first * a.d.HV + h;
     int n_chunks = (c.len + K_CHUNK - 1) / K_CHUNK;
 
     int place = (half * 64 + warp * 16 + (lane >> 2)) * GDN_D + 2 * (lane & 3);
@@ -332,7 +333,7 @@ __global__ static void __launch_bounds__(GDN_THREADS) gdn_chain_kernel(struct k_
         if (i + 1 < n_chunks)
             chain_load(&a, &c, &s->stage[(i + 1) & 1], i + 1);
         cp_commit();
-        int save = gdn_save_slot(&a, a.b.seq_first[seq] + i);
+        int save = gdn_save_slot(&a, first + i);
         cp_wait<1>();
         __syncthreads();
         float O[8][4];

@@ -27,7 +27,7 @@ __device__ static inline float *gdn_state(const struct k_gdn_delta *a, int slot,
  * use. */
 __device__ static inline int gdn_save_slot(const struct k_gdn_delta *a, int chunk)
 {
-    return a->b.save_slots ? a->b.save_slots[chunk] : -1;
+    return a->b.save_slots[chunk];
 }
 
 /* Hopper bodies of the chain, after gdn_prep; body is K_GDN_SPLIT or K_GDN_PAIR. beside:

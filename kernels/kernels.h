@@ -46,7 +46,7 @@ struct k_batch {
     const int32_t *start;      /* [N] 0: the slot is not read, fresh state is written */
     const int32_t *slots;      /* [N] */
     const int32_t *save_slots; /* [NC] slot that also gets state and window as they are behind
-                                  the chunk, which is whole; -1: none. May be NULL */
+                                  the chunk, which is whole; -1: none */
     int32_t *chunk_seq;        /* [NC] which sequence */
     int32_t *chunk_index;      /* [NC] which chunk of it */
     int32_t *chunk_tok;        /* [NC] first token of the chunk in the batch */

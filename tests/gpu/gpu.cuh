@@ -168,7 +168,7 @@ __global__ static void fill_gates_kernel(float *g, float *beta, size_t n, int HV
 /* A packed batch on the device with its chunk map. */
 struct batch_dev {
     struct k_batch b;
-    dbuf<int32_t> cu, start, slots, seq, index, tok, first, order;
+    dbuf<int32_t> cu, start, slots, seq, index, tok, first, order, saves;
 
     /* With more tokens and chunks than the lengths have (kernels.h, struct k_batch). */
     void make(const std::vector<int> &lens, const std::vector<int> &start_,
@@ -188,12 +188,21 @@ struct batch_dev {
         cu.make(n + 1), start.make(n + 1), slots.make(n + 1), first.make(n + 1);
         order.make(n + 1);
         seq.make(b.n_chunks + 1), index.make(b.n_chunks + 1), tok.make(b.n_chunks + 1);
+        saves.make(b.n_chunks + 1);
         cu.put(c), start.put(start_), slots.put(slots_);
+        save(std::vector<int32_t>(b.n_chunks, -1));
         b.cu_seqlens = cu.p, b.start = start.p, b.slots = slots.p;
         b.chunk_seq = seq.p, b.chunk_index = index.p, b.chunk_tok = tok.p;
         b.seq_first = first.p, b.seq_order = order.p;
         struct k_chunk_map m = {b};
         CU(k_chunk_map(&m, 0));
+    }
+
+    /* Keeps the state behind chunk i in slot list[i]. */
+    void save(const std::vector<int32_t> &list)
+    {
+        saves.put(list);
+        b.save_slots = saves.p;
     }
 };
 

@@ -173,9 +173,7 @@ static void check_kept(int body, const std::vector<int> &lens, int every)
         slots.push_back((int)at);
         save[first[at_seq[k]] + at_chunk[k]] = (int32_t)at;
     }
-    dbuf<int32_t> saves(save.size());
-    saves.put(save);
-    all.batch.b.save_slots = saves.p;
+    all.batch.save(save);
     all.run(&dev, body);
     std::vector<bf16> got = all.o.get(0, T * HV * 128);
     bool ok = memcmp(got.data(), want.data(), want.size() * 2) == 0;

@@ -150,7 +150,6 @@ struct conv_case {
     batch_dev batch;
     dbuf<bf16> p, q, k, v, state;
     dbuf<float> w, A_log, dt, g, beta;
-    dbuf<int32_t> saves;
     std::vector<int32_t> save; /* every whole chunk but each third has a slot of its own */
 
     void make(int H_, int HV_, const std::vector<int> &lens_, const std::vector<int> &start_)
@@ -167,8 +166,7 @@ struct conv_case {
         for (size_t i = 0; i < lens.size(); i++)
             slot.push_back(n_slots - 1 - (int)i);
         batch.make(lens, start, slot);
-        saves.make(save.size() + 1), saves.put(save);
-        batch.b.save_slots = saves.p;
+        batch.save(save);
         size_t T = batch.b.n_tokens;
         p.make(T * ld + 1), q.make(T * H * 128 + 1), k.make(T * H * 128 + 1);
         v.make(T * HV * 128 + 1), g.make(T * HV + 1), beta.make(T * HV + 1);
