@@ -39,6 +39,8 @@ static const struct route routes[] = {
     {"GET", "/v1/steps", false, false, api_steps},
     {"GET", "/v1/sessions", false, false, api_sessions},
     {"GET", "/v1/sessions/", false, false, api_session},
+    {"POST", "/v1/sessions", false, false, api_session_import},
+    {"POST", "/v1/sessions/", false, false, api_session_renew},
     {"DELETE", "/v1/sessions/", false, false, api_session_delete},
     {"POST", "/v1/debug/stall", false, false, api_stall},
     {"GET", "/", true, false, api_page},

@@ -18,6 +18,8 @@
 #include "steps.h"
 #include "tokenizer.h"
 
+struct transfers;
+
 enum server_phase { PHASE_LOADING, PHASE_READY, PHASE_DRAINING };
 
 /* What needs a key where there are keys. */
@@ -52,8 +54,13 @@ struct api {
     int32_t max_adjust;        /* of one request, among those a step may have; 0: any number */
     int32_t page_tokens;
     struct sessions *sessions;
-    int32_t session_ttl_s; /* of those that do not say */
-    bool prefix_cache;     /* calls may share what their prompts begin with */
+    struct transfers *transfers;        /* api_transfer.h */
+    int32_t session_ttl_s;              /* of those that do not say */
+    int32_t kv_lease_s;                 /* of prompts kept for a decode server; 0: none are */
+    char engine_id[SESSION_ID_MAX + 1]; /* this run of the daemon, in handles */
+    char kv_host[256];                  /* "": a decode server cannot be told */
+    int32_t kv_port;
+    bool prefix_cache; /* calls may share what their prompts begin with */
     int64_t started_unix_s;
 
     struct api_keys *_Atomic keys; /* owned; api_read_keys puts another set in front */
@@ -70,6 +77,8 @@ void api_close(struct api *a);
 /* The callbacks of http_config; arg is the struct api. api_admit refuses before the body is read
  * what needs no body to be refused: loading, no such path or method, no key, draining. */
 void api_admit(void *arg, struct exchange *x);
+/* POST /v1/sessions takes a file as it comes. */
+int64_t api_intake(void *arg, const struct exchange *x);
 enum work_lane api_lane(void *arg, const struct exchange *x);
 void api_handle(void *arg, struct exchange *x);
 void api_refused(void *arg, const struct exchange *x, int status);

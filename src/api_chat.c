@@ -360,7 +360,8 @@ static int read_chat(struct api *a, struct exchange *x, struct completion *c,
         rc = completion_read_stream(body.root, c, e);
     if (rc == 0)
         rc = read_numbers(body.root, c, e);
-    c->with_kv = json_is_object(json_object_get(body.root, "kv_transfer_params"));
+    if (rc == 0)
+        rc = api_kv_read(a, body.root, &c->kv, e);
     if (rc == 0)
         rc = api_read_choosing(a, body.root, &c->choosing, e);
     if (rc == 0)

@@ -6,6 +6,7 @@
 #define PREFILLD_API_COMPLETION_H
 
 #include "api_choice.h"
+#include "api_kv.h"
 #include "api_logprobs.h"
 
 struct completion {
@@ -18,7 +19,7 @@ struct completion {
     int32_t n_top;          /* of logprobs; -1: none wanted */
     int32_t n_prompt_top;   /* of prompt_logprobs; -1: none wanted */
     bool echo, with_ids, as_ids;
-    bool with_kv;                   /* kv_transfer_params was given */
+    struct kv_terms kv;             /* of kv_transfer_params */
     bool is_chat;                   /* messages in, a message out */
     bool is_batch;                  /* /generate: a list was asked, and is answered */
     int32_t shown_from;             /* /generate: the first row that is shown */

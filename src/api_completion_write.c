@@ -139,17 +139,9 @@ static void add_head(const struct completion *c, struct buf *b)
     buf_adds(b, ", \"choices\": [");
 }
 
-/* The shape that a disaggregation sidecar hands on to a decoder. No state is kept for it, and
- * do_remote_prefill false says so: the decoder computes the prompt itself. */
 static void add_kv(const struct completion *c, struct buf *b)
 {
-    const char *id = exchange_id(c->group.exchange);
-    if (!c->with_kv)
-        return;
-    buf_adds(b, ", \"kv_transfer_params\": {\"do_remote_prefill\": false, "
-                "\"do_remote_decode\": false, \"remote_engine_id\": ");
-    buf_json_string(b, id, strlen(id));
-    buf_adds(b, ", \"remote_block_ids\": [], \"remote_host\": null, \"remote_port\": null}");
+    api_kv_add(c->group.api, &c->kv, c->group.n == 1 ? c->group.requests[0] : NULL, b);
 }
 
 /* ---- streams ---- */
@@ -198,7 +190,7 @@ static void add_last_events(struct completion *c, struct buf *b)
     for (int32_t i = 0; i < c->group.n; i++)
         if (!request_of(c, i)->sampling)
             c->add_event(c, b, i);
-    if (c->with_usage || c->with_kv) {
+    if (c->with_usage || c->kv.is_given) {
         buf_adds(b, "data: ");
         add_head(c, b);
         buf_addc(b, ']');

@@ -136,7 +136,6 @@ static int read_options(const struct api *a, const json_t *root, struct completi
                         struct json_error *e)
 {
     bool adds_special;
-    const json_t *kv = json_object_get(root, "kv_transfer_params");
     int rc = api_refuse_fields(root, unserved, e);
     if (rc == 0)
         rc = completion_read_format(root, e);
@@ -152,10 +151,8 @@ static int read_options(const struct api *a, const json_t *root, struct completi
         rc = json_get_bool(root, "add_special_tokens", &adds_special, e);
     if (rc == 0)
         rc = completion_read_stream(root, c, e);
-    if (rc == 0 && kv && !json_is_null(kv) && !json_is_object(kv))
-        rc = json_fail(e, ERR_INVALID, "kv_transfer_params",
-                       "kv_transfer_params is %s; an object is accepted", json_kind(kv));
-    c->with_kv = json_is_object(kv);
+    if (rc == 0)
+        rc = api_kv_read(a, root, &c->kv, e);
     if (rc == 0 && c->group.is_stream && c->n_prompt_top >= 0)
         rc = json_fail(
             e, ERR_INVALID, "prompt_logprobs",
@@ -366,6 +363,8 @@ static int add_choices(struct completion *c)
         free(c->prompts[p].ids);
         c->prompts[p].ids = NULL;
     }
+    if (rc == 0 && c->group.n == 1)
+        rc = api_kv_bind(c->group.api, &c->kv, c->group.requests[0]);
     return rc;
 }
 

@@ -91,12 +91,24 @@ int group_init(struct group *g, struct api *a, struct exchange *x, const struct 
     return 0;
 }
 
+/* What the engine did not take from r, because it never got it. */
+static void give_sessions(struct api *a, struct request *r)
+{
+    if (r->source)
+        sessions_end(a->sessions, r->source, r->is_fork);
+    if (r->keeps)
+        sessions_unref(a->sessions, r->keeps);
+    r->source = r->keeps = NULL;
+}
+
 void group_fini(struct group *g)
 {
     if (g->use)
         key_use_leave(g->use, g->n, g->n_used_tokens);
-    for (int32_t i = 0; i < g->n; i++)
+    for (int32_t i = 0; i < g->n; i++) {
+        give_sessions(g->api, g->requests[i]);
         request_unref(g->requests[i]);
+    }
     free(g->members);
     free(g->requests);
 }

@@ -136,16 +136,8 @@ static int read_question(struct api *a, struct exchange *x, struct question *q,
     return rc;
 }
 
-/* What the engine did not take from the request, because it never got it. */
 static void release(struct group *g)
 {
-    struct request *r = g->n > 0 ? g->requests[0] : NULL;
-    if (r && r->source)
-        sessions_end(g->api->sessions, r->source, r->is_fork);
-    if (r && r->keeps)
-        sessions_unref(g->api->sessions, r->keeps);
-    if (r)
-        r->source = r->keeps = NULL;
     group_fini(g);
     free((struct call *)g);
 }

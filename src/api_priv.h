@@ -51,6 +51,12 @@ void api_stall(struct api *a, struct exchange *x);
 void api_steps(struct api *a, struct exchange *x);    /* api_steps.c */
 void api_sessions(struct api *a, struct exchange *x); /* api_sessions.c */
 void api_session(struct api *a, struct exchange *x);
+void api_session_renew(struct api *a, struct exchange *x);
 void api_session_delete(struct api *a, struct exchange *x);
+void api_session_export(struct api *a, struct exchange *x); /* api_export.c */
+void api_session_import(struct api *a, struct exchange *x); /* api_import.c */
+
+/* The object that stands for a session (api_sessions.c). */
+void api_add_session(struct buf *b, const struct session_info *i);
 
 #endif

@@ -28,7 +28,7 @@
 
 #include "err.h"
 
-enum { CHUNK_TOKENS = 64, TOP_MAX = 20, LABELS_MAX = 32 };
+enum { CHUNK_TOKENS = 64, TOP_MAX = 20, LABELS_MAX = 32, COPY_MARKS = 8 };
 
 enum dtype { DTYPE_F32, DTYPE_BF16, DTYPE_F16 };
 
@@ -439,7 +439,7 @@ struct backend_ops {
     void (*head)(struct backend *b, const struct op_head *a);
 
     /* Pools. Canonical forms on the host: S [HV, K, V] f32, conv [conv_dim, 3] f32 oldest
-     * first, k and v [HK, n_tokens, D] f32. They wait until done: tests, export, import. */
+     * first, k and v [HK, n_tokens, D] f32. They wait until done: tests. */
     size_t (*state_bytes)(struct backend *b,
                           const struct gdn_dims *d); /* of one slot, a layer */
     size_t (*page_bytes)(struct backend *b, const struct attn_dims *d, int32_t page_tokens);
@@ -457,6 +457,34 @@ struct backend_ops {
                    const int32_t *pages, int32_t n_tokens, float *k, float *v);
     int (*kv_write)(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
                     const int32_t *pages, int32_t n_tokens, const float *k, const float *v);
+    /* Copies of parts as they lie, for export and import: of a slot in one layer (state_bytes), or
+     * of the keys, or values, of a page in one layer (half of page_bytes), to and from host memory
+     * of stage_alloc. They go beside the steps, to memory that no step under way reads or writes;
+     * those behind copies_follow come after all that was enqueued before it. copies_mark remembers
+     * what was enqueued as entry i, 0 to COPY_MARKS - 1; copies_done: 1: that is done, 0: not yet
+     * (only when !wait), ERR_DEVICE. The three are NULL where copies are made at once. */
+    void *(*stage_alloc)(struct backend *b, size_t bytes); /* set-up; NULL: there is no room */
+    void (*stage_free)(struct backend *b, void *p);
+    int (*slot_get)(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
+                    int32_t slot, void *stage);
+    int (*slot_put)(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
+                    int32_t slot, const void *stage);
+    int (*page_get)(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
+                    int32_t page, bool is_value, void *stage);
+    int (*page_put)(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
+                    int32_t page, bool is_value, const void *stage);
+    void (*copies_follow)(struct backend *b);
+    int (*copies_mark)(struct backend *b, int32_t i);
+    int (*copies_done)(struct backend *b, int32_t i, bool wait);
+    /* Between such bytes and canonical ones; on the host, any thread. S [HV, K, V] f32, conv
+     * [conv_dim, 3] act oldest first, rows [n_tokens, HK, D] act, of a page's first tokens: packed,
+     * the others become 0. */
+    void (*slot_unpack)(const struct gdn_dims *d, const void *raw, float *S, void *conv);
+    void (*slot_pack)(const struct gdn_dims *d, const float *S, const void *conv, void *raw);
+    void (*page_unpack)(const struct attn_dims *d, int32_t page_tokens, bool is_value,
+                        int32_t n_tokens, const void *raw, void *rows);
+    void (*page_pack)(const struct attn_dims *d, int32_t page_tokens, bool is_value,
+                      int32_t n_tokens, const void *rows, void *raw);
     /* In a step: makes n (>= 0) slots copies of others. copies is host memory, borrowed for the
      * call; no slot in it is written that another of them reads or writes. */
     void (*state_copy)(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,

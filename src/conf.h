@@ -46,6 +46,8 @@ struct conf {
     int32_t checkpoint_tokens;
     int32_t prefix_cache_share; /* thousandths of each pool */
     int32_t session_ttl_s;
+    char *session_dir; /* NULL: sessions end with the daemon */
+    int32_t kv_lease_s;
     int32_t cpu_threads;
     int32_t cuda_device;
     int32_t max_decode_share; /* thousandths of max_seqs */
@@ -60,6 +62,7 @@ struct conf {
     int32_t body_timeout_s;
     int32_t idle_timeout_s; /* keep-alive without a request */
     int32_t sse_ping_s;     /* 0: none */
+    int32_t transfer_timeout_s;
 
     /* operation */
     int32_t drain_s;

@@ -138,4 +138,23 @@ void cpu_state_poison(struct backend *b, const struct gdn_dims *d, const struct 
 void cpu_page_poison(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
                      int32_t page);
 
+/* ---- parts of pools, copied and brought into canonical form (cpu_copy.c) ---- */
+
+void *cpu_stage_alloc(struct backend *b, size_t bytes);
+void cpu_stage_free(struct backend *b, void *p);
+int cpu_slot_get(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
+                 int32_t slot, void *stage);
+int cpu_slot_put(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
+                 int32_t slot, const void *stage);
+int cpu_page_get(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
+                 int32_t page, bool is_value, void *stage);
+int cpu_page_put(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
+                 int32_t page, bool is_value, const void *stage);
+void cpu_slot_unpack(const struct gdn_dims *d, const void *raw, float *S, void *conv);
+void cpu_slot_pack(const struct gdn_dims *d, const float *S, const void *conv, void *raw);
+void cpu_page_unpack(const struct attn_dims *d, int32_t page_tokens, bool is_value,
+                     int32_t n_tokens, const void *raw, void *rows);
+void cpu_page_pack(const struct attn_dims *d, int32_t page_tokens, bool is_value,
+                   int32_t n_tokens, const void *rows, void *raw);
+
 #endif

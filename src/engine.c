@@ -13,9 +13,10 @@
 #define UNKNOWN_RATE 1e-3
 
 enum {
-    TAKE_MAX = 256,        /* arrivals a turn */
-    IDLE_WAIT_US = 500000, /* an idle tick: /health sees a live engine */
-    FLIGHT_WAIT_US = 100,  /* nothing to launch while a step runs: look for arrivals */
+    TAKE_MAX = 256,         /* arrivals a turn */
+    IDLE_WAIT_US = 500000,  /* an idle tick: /health sees a live engine */
+    BLOCKED_WAIT_US = 1000, /* nothing runs, and what waits has no room: exports hold it */
+    FLIGHT_WAIT_US = 100,   /* nothing to launch while a step runs: look for arrivals */
     STALL_LOOK_US = 10000,
 };
 
@@ -185,6 +186,7 @@ static bool engine_goes_on(void *arg)
     struct step *s = &en->steps[(en->i_oldest + en->n_in_flight - 1) % STEPS_IN_FLIGHT];
     int64_t now_us = request_now_us();
     atomic_store(&en->metrics->last_progress_us, now_us);
+    engine_job_copy(en);
     for (int32_t i = 0; i < s->n_pieces; i++)
         if (engine_doom(en, s->pieces[i].req, now_us) == OUTCOME_OK)
             return true;
@@ -379,18 +381,30 @@ static bool engine_collect(struct engine *en, bool wait)
     return true;
 }
 
+/* Do others than requests hold room that requests may wait for? */
+static bool is_blocked(const struct engine *en)
+{
+    return en->n_slots_coming > 0 || (en->sessions && sessions_n_exports(en->sessions) > 0);
+}
+
 bool engine_turn(struct engine *en)
 {
     engine_take(en, 0);
     engine_end_cancelled(en);
     engine_end_expired(en);
     engine_session_tick(en);
+    if (engine_job_tick(en) != 0)
+        engine_lose_device(en);
     bool is_launched = en->n_in_flight < STEPS_IN_FLIGHT && !en->is_lost && engine_launch(en);
     if (en->n_in_flight > 0)
         engine_collect(en, en->n_in_flight == STEPS_IN_FLIGHT);
     if (!is_launched && en->n_in_flight > 0)
         engine_take(en, FLIGHT_WAIT_US);
-    return en->n_held > 0 || queue_n_waiting(en->queue) > 0;
+    else if (!is_launched && en->n_copying > 0)
+        engine_take(en, FLIGHT_WAIT_US);
+    else if (!is_launched && en->n_held > 0 && is_blocked(en))
+        engine_take(en, BLOCKED_WAIT_US);
+    return en->n_held > 0 || queue_n_waiting(en->queue) > 0 || engine_job_is_left(en);
 }
 
 /* ---- the thread ---- */
@@ -516,4 +530,5 @@ void engine_stop(struct engine *en)
     if (en->has_thread)
         pthread_join(en->thread, NULL);
     en->has_thread = false;
+    engine_job_stop(en);
 }

@@ -60,6 +60,37 @@ void engine_stall(struct engine *en, int64_t stall_us);
 /* The latest steps, for GET /v1/steps and /v1/trace; lives as long as the engine. */
 struct steps *engine_feed(struct engine *en);
 
+/* Copies and what they need (engine_job.c); other threads post them, any number, in their order. */
+enum engine_job_kind {
+    ENGINE_JOB_GET,  /* part of session, which is being exported, to stage */
+    ENGINE_JOB_OPEN, /* a slot and pages for n_ids tokens of session, which is new */
+    ENGINE_JOB_PUT,  /* part of such a session from stage */
+    ENGINE_JOB_KEEP, /* lists it, with ids [n_ids] (copied) and terms */
+    ENGINE_JOB_DROP  /* gives back what it holds, if anything */
+};
+
+/* The poster's; the engine's from engine_post until done. */
+struct engine_job {
+    enum engine_job_kind kind;
+    struct session *session;
+    struct state_part part;
+    void *stage; /* of model_stage_alloc */
+    const int32_t *ids;
+    int32_t n_ids;
+    struct session_terms terms;
+    /* Engine thread, or the poster's own when the engine has stopped; must not block. rc: 0,
+     * ERR_FULL: there is no room now, ERR_TOO_LARGE: there never is, ERR_NOMEM, ERR_NOT_FOUND,
+     * ERR_DEVICE or ERR_STOPPED. */
+    void (*done)(struct engine_job *j);
+    int rc;
+    struct engine_job *next; /* the engine's */
+};
+
+void engine_post(struct engine *en, struct engine_job *j);
+/* Does j on the calling thread and waits for it, before engine_start or after engine_stop. Returns what
+ * would be rc. */
+int engine_run_job(struct engine *en, struct engine_job *j);
+
 /* Drain: the queue was stopped by the caller; returns when nothing is left or deadline_us
  * (monotonic) has passed; false: requests are left. Any thread. */
 bool engine_drain(struct engine *en, int64_t deadline_us);

@@ -138,9 +138,11 @@ void engine_end_request(struct engine *en, struct request *r, enum outcome outco
     r->ended_us = request_now_us();
     if (r->outcome == OUTCOME_OK)
         engine_observe(en->metrics, r);
-    if (en->n_held == 0 && (en->slots.n_held || en->pages.n_held || en->admitted_left))
-        log_error("event=leak slots_held=%d pages_held=%d tokens_left=%lld", en->slots.n_held,
-                  en->pages.n_held, (long long)en->admitted_left);
+    int32_t n_slots = en->slots.n_held - en->n_slots_coming;
+    int32_t n_pages = en->pages.n_held - en->n_pages_coming;
+    if (en->n_held == 0 && (n_slots || n_pages || en->admitted_left))
+        log_error("event=leak slots_held=%d pages_held=%d tokens_left=%lld", n_slots, n_pages,
+                  (long long)en->admitted_left);
     /* Before the owner hears of it: who has the answer sees the pools without it. */
     engine_publish_metrics(en);
     r->done(r, r->done_arg);

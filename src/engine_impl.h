@@ -43,6 +43,11 @@ struct engine {
     bool shuffle;
     uint64_t shuffle_state;
     bool is_lost;
+    struct engine_job *_Atomic jobs; /* posted, the latest first */
+    struct engine_job *first_job;    /* of those taken, in order */
+    struct engine_job *copying[COPY_MARKS];
+    int32_t n_copying;
+    int32_t n_slots_coming, n_pages_coming; /* held by sessions that are brought in */
     int32_t n_cancels_seen;
     atomic_int n_cancels; /* raised by engine_cancel */
     atomic_int n_alive;   /* requests the engine holds; for engine_drain */
@@ -92,6 +97,16 @@ bool engine_session_keep(struct engine *en, struct request *r);
 /* r has ended: its sessions are free for others. */
 void engine_session_leave(struct engine *en, struct request *r);
 
+/* ---- engine_job.c: sessions read and brought in ---- */
+
+/* Between steps: ends copies, starts what was posted. Returns 0 or ERR_DEVICE. */
+int engine_job_tick(struct engine *en);
+/* Within a step that runs on this thread: one copy. */
+void engine_job_copy(struct engine *en);
+bool engine_job_is_left(const struct engine *en);
+/* Ends all; later ones end at once, with ERR_STOPPED. */
+void engine_job_stop(struct engine *en);
+
 /* ---- engine_prefix.c: what prompts share ---- */
 
 int engine_prefix_open(struct engine *en, const struct engine_config *c);
@@ -109,6 +124,8 @@ void engine_prefix_launched(struct engine *en, struct step *s, bool is_whole);
 void engine_prefix_publish(struct engine *en, struct request *r);
 /* r is in no plan any more; is_bad: the states it left go, too. */
 void engine_prefix_leave(struct engine *en, struct request *r, bool is_bad);
+/* Evicts the kept state that is worth least; false: there is none that may go. */
+bool engine_prefix_evict(struct engine *en);
 /* Evicts until kept states are within their share. */
 void engine_prefix_trim(struct engine *en);
 

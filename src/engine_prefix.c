@@ -221,6 +221,11 @@ static bool evict(struct engine *en, const struct prefix_node *except)
     return v != NULL;
 }
 
+bool engine_prefix_evict(struct engine *en)
+{
+    return evict(en, NULL);
+}
+
 /* Pages that are free or would be if all that is kept were evicted, but for those of `at`. */
 static int32_t pages_in_reach(const struct engine *en, const struct engine_start *at)
 {

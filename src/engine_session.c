@@ -69,9 +69,10 @@ bool engine_session_keep(struct engine *en, struct request *r)
     struct session *s = r->keeps;
     if (!s || r->outcome != OUTCOME_OK)
         return false;
-    int32_t n_pages = pages_for_tokens(&en->pages, r->n_prompt);
+    /* All but the last token generated, if any was, which was not computed. */
+    int32_t n = r->n_computed, n_pages = pages_for_tokens(&en->pages, n);
     int32_t *pages = malloc((size_t)n_pages * sizeof(*pages));
-    if (!pages || sessions_keep(en->sessions, s, r->ids, r->n_prompt, &r->keep_terms) != 0) {
+    if (!pages || sessions_keep(en->sessions, s, r->ids, n, &r->keep_terms) != 0) {
         free(pages);
         return false;
     }

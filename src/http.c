@@ -136,7 +136,7 @@ static void on_completed(void *cls, struct MHD_Connection *mhd, void **context,
     /* While its descriptor is open. */
     watch_remove(h->watch, x->watch_token);
     pthread_mutex_lock(&h->lock);
-    if (x->state == EXCHANGE_STREAMING)
+    if (x->state == EXCHANGE_STREAMING || x->state == EXCHANGE_INTAKE)
         exchange_lose_stream(x);
     c->current = NULL;
     c->phase = CONN_IDLE;
@@ -172,6 +172,7 @@ static ssize_t read_stream(void *cls, uint64_t pos, char *out, size_t max)
     pthread_mutex_lock(&x->http->lock);
     size_t left = x->stream.len - x->stream_at;
     ssize_t n = (ssize_t)(left < max ? left : max);
+    bool is_file = x->file_bytes >= 0, wants_more = false;
     if (x->state == EXCHANGE_GONE) {
         n = cut_stream(x, out);
     } else if (n > 0) {
@@ -179,20 +180,27 @@ static ssize_t read_stream(void *cls, uint64_t pos, char *out, size_t max)
         x->stream_at += (size_t)n;
         if (x->stream_at == x->stream.len)
             x->stream_at = x->stream.len = 0;
+        wants_more = is_file && x->state == EXCHANGE_STREAMING && left >= HTTP_FILE_LOW_BYTES &&
+                     left - (size_t)n < HTTP_FILE_LOW_BYTES;
     } else if (x->state == EXCHANGE_ANSWERED) {
-        n = x->is_chunked ? MHD_CONTENT_READER_END_OF_STREAM : cut_stream(x, out);
+        n = x->is_chunked && !is_file ? MHD_CONTENT_READER_END_OF_STREAM : cut_stream(x, out);
     } else {
         x->is_parked = true;
         MHD_suspend_connection(x->mhd);
     }
     pthread_mutex_unlock(&x->http->lock);
+    if (wants_more)
+        exchange_notice(x);
     return n;
 }
 
 static struct MHD_Response *make_response(struct exchange *x)
 {
-    enum { BLOCK_BYTES = 16 * 1024 };
+    enum { BLOCK_BYTES = 16 * 1024, FILE_BLOCK_BYTES = 256 * 1024 };
     size_t len;
+    if (x->is_streaming && x->file_bytes >= 0)
+        return MHD_create_response_from_callback((uint64_t)x->file_bytes, FILE_BLOCK_BYTES,
+                                                 read_stream, x, NULL);
     if (x->is_streaming)
         return MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, BLOCK_BYTES, read_stream, x,
                                                  NULL);
@@ -212,10 +220,11 @@ static enum MHD_Result send_answer(struct exchange *x)
     pthread_mutex_lock(&x->http->lock);
     bool closes = x->must_close || x->http->is_quiescing;
     pthread_mutex_unlock(&x->http->lock);
-    const char *type = x->is_streaming ? "text/event-stream" : x->content_type;
+    bool is_events = x->is_streaming && x->file_bytes < 0;
+    const char *type = is_events ? "text/event-stream" : x->content_type;
     int ok = MHD_add_response_header(r, "Content-Type", type) == MHD_YES &&
              MHD_add_response_header(r, "X-Request-Id", x->id) == MHD_YES;
-    if (x->is_streaming)
+    if (is_events)
         ok &= MHD_add_response_header(r, "Cache-Control", "no-cache") == MHD_YES;
     if (closes)
         ok &= MHD_add_response_header(r, "Connection", "close") == MHD_YES;
@@ -288,11 +297,12 @@ static bool check_headers(struct exchange *x, const char *version, struct framin
         status = 431;
         message = "the headers are longer than 16384 bytes";
     }
-    if (status == 0 && f->length_bytes > h->c.max_body_bytes) {
+    int64_t most = x->max_intake_bytes ? x->max_intake_bytes : h->c.max_body_bytes;
+    if (status == 0 && f->length_bytes > most) {
         char text[128];
         snprintf(text, sizeof(text),
-                 "the body has more bytes than max-body-bytes: at most %lld are accepted",
-                 (long long)h->c.max_body_bytes);
+                 "the body has more bytes than %s: at most %lld are accepted",
+                 x->max_intake_bytes ? "any session here" : "max-body-bytes", (long long)most);
         exchange_refuse(x, 413, text);
         return false;
     }
@@ -310,16 +320,17 @@ static enum MHD_Result begin(struct exchange *x, const char *method, const char 
     struct framing f;
     x->is_begun = true;
     x->arrival_us = http_now_us();
-    if (!conn_set_phase(x->conn, CONN_BODY,
-                        x->arrival_us + (int64_t)h->c.body_timeout_s * 1000000))
-        return MHD_NO;
     x->method = strdup(method);
+    x->max_intake_bytes = h->c.intake ? h->c.intake(h->c.arg, x) : 0;
+    int64_t timeout_s = x->max_intake_bytes ? h->c.file_timeout_s : h->c.body_timeout_s;
+    if (!conn_set_phase(x->conn, CONN_BODY, x->arrival_us + timeout_s * 1000000))
+        return MHD_NO;
     x->is_chunked = strcmp(version, "HTTP/1.0") != 0;
     bool is_fine = check_headers(x, version, &f);
     if (is_fine && h->c.admit)
         h->c.admit(h->c.arg, x);
     if (x->state != EXCHANGE_ANSWERED)
-        return MHD_YES;
+        return !x->max_intake_bytes || exchange_intake_start(x) ? MHD_YES : MHD_NO;
     /* A small body is read and dropped, so that the connection can stay; a large one is not
      * waited for, but the client may be sending it. */
     x->is_deferred = is_fine && !f.is_expecting && x->length_bytes >= 0 &&
@@ -346,6 +357,8 @@ static enum MHD_Result add_body(struct exchange *x, const char *data, size_t *si
 {
     struct http *h = x->http;
     size_t len = *size;
+    if (x->is_intake)
+        return exchange_intake_add(x, data, size) ? MHD_YES : MHD_NO;
     *size = 0;
     if (x->is_deferred)
         return MHD_YES;
@@ -361,11 +374,6 @@ static enum MHD_Result add_body(struct exchange *x, const char *data, size_t *si
     if (!is_charged || x->body.failed)
         return refuse_in_body(x, 503, "too many bodies are being read");
     return MHD_YES;
-}
-
-static void run_handler(struct exchange *x)
-{
-    x->http->c.handle(x->http->c.arg, x);
 }
 
 /* The request is complete: suspend the connection, watch its socket, hand x to a worker. */
@@ -401,7 +409,7 @@ static enum MHD_Result dispatch(struct exchange *x)
         http_resume(x);
     }
     if (rc == 0)
-        rc = exchange_run(x, lane, run_handler);
+        rc = exchange_run(x, lane, exchange_handle);
     if (rc != 0)
         exchange_refuse(x, 503, "too many requests wait to be read");
     return MHD_YES;
@@ -422,10 +430,13 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *mhd, const c
     if (*size > 0)
         return add_body(x, data, size);
     pthread_mutex_lock(&x->http->lock);
-    enum exchange_state state = x->state;
+    enum exchange_state state = x->is_sent ? EXCHANGE_GONE : x->state;
     pthread_mutex_unlock(&x->http->lock);
     if (state == EXCHANGE_READING)
         return dispatch(x);
+    if (state == EXCHANGE_INTAKE)
+        return conn_set_phase(x->conn, CONN_ANSWER, 0) && exchange_intake_end(x) ? MHD_YES
+                                                                                 : MHD_NO;
     if (state == EXCHANGE_GONE)
         return MHD_NO;
     if (x->is_deferred && !conn_set_phase(x->conn, CONN_ANSWER, 0))
@@ -436,6 +447,11 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *mhd, const c
 void http_resume(struct exchange *x)
 {
     MHD_resume_connection(x->mhd);
+}
+
+void http_suspend(struct exchange *x)
+{
+    MHD_suspend_connection(x->mhd);
 }
 
 /* ---- open and close ---- */

@@ -22,7 +22,8 @@
 
 enum {
     HTTP_ID_MAX = 128, /* characters of a request id */
-    HTTP_MAX_STREAM_BYTES = 16 << 20
+    HTTP_MAX_STREAM_BYTES = 16 << 20,
+    HTTP_FILE_LOW_BYTES = 2 << 20 /* of a file that is sent: fewer waiting ask for more */
 };
 
 struct http;
@@ -40,7 +41,8 @@ struct http_config {
     int32_t header_timeout_s;   /* totals: from the first byte to the end of the headers, */
     int32_t body_timeout_s;     /* and from there to the end of the body; past them 408 */
     int32_t idle_timeout_s;     /* a connection on which nothing moves is closed */
-    struct work *work;          /* borrowed until http_close */
+    int32_t file_timeout_s; /* total, of a body or an answer that is handed on as it comes */
+    struct work *work;      /* borrowed until http_close */
     int32_t
         ping_s; /* a stream on which nothing was written for so long gets a comment; 0: none */
     atomic_int *n_connections; /* kept up to date; may be NULL */
@@ -49,6 +51,9 @@ struct http_config {
     /* I/O thread: the headers are complete and well-framed, the body was not read. May refuse
      * with exchange_reply. Must not block. May be NULL. */
     void (*admit)(void *arg, struct exchange *x);
+    /* The most bytes of x's body when it is to be handed on as it comes: handle runs when the headers
+     * are complete, and reads it (exchange_intake_*). 0: it is collected. I/O thread. May be NULL. */
+    int64_t (*intake)(void *arg, const struct exchange *x);
     /* Says in which lane handle runs (WORK_QUICK or WORK_REQUEST). I/O thread. NULL: requests. */
     enum work_lane (*lane)(void *arg, const struct exchange *x);
     /* A worker: the request is complete. Must lead to exactly one exchange_reply. */
@@ -142,5 +147,27 @@ bool exchange_stream_write(struct exchange *x, struct buf *events);
 size_t exchange_stream_waiting(struct exchange *x);
 /* The last events; ends the caller's hold of x, as exchange_reply. */
 bool exchange_stream_end(struct exchange *x, struct buf *events);
+
+/* ---- long bodies and long answers: handed on as they come ---- */
+
+/* From here on look(x) runs on a worker after each notice, never two at a time, as long as it
+ * returns true: false says that it has ended x. Before the first notice. */
+void exchange_set_look(struct exchange *x, bool (*look)(struct exchange *x));
+/* Any thread that has a reference, or knows that look has not ended x. */
+void exchange_notice(struct exchange *x);
+/* A reference keeps x itself, for notices, beyond its end. Any thread. */
+void exchange_ref(struct exchange *x);
+void exchange_unref(struct exchange *x);
+
+/* Up to cap bytes of a body whose config says intake are kept for exchange_intake_read; before this
+ * none are taken. Notices come with more bytes, and when all are there. Returns 0 or ERR_NOMEM. */
+int exchange_intake_open(struct exchange *x, size_t cap);
+/* Moves up to len bytes to out and returns how many; *is_over: those were the last. */
+size_t exchange_intake_read(struct exchange *x, void *out, size_t len, bool *is_over);
+
+/* The answer is going to be a file of len bytes, sent by exchange_stream_write, with status 200 from
+ * the first on, and ended by exchange_stream_end, before its time by a close. Notices come when
+ * few bytes are left to send. content_type is a constant. */
+void exchange_file_open(struct exchange *x, const char *content_type, int64_t len);
 
 #endif

@@ -50,40 +50,61 @@ uint64_t conn_received_bytes(int fd)
 static const char *reason_of(int status)
 {
     switch (status) {
+    case 400:
+        return "Bad Request";
     case 408:
         return "Request Timeout";
     case 413:
         return "Content Too Large";
     case 414:
         return "URI Too Long";
+    case 500:
+        return "Internal Server Error";
     default:
         return "Service Unavailable";
     }
 }
 
-void conn_send_refusal(int fd, int status, const char *id, const char *message)
+/* headers: whole lines. */
+static void send_by_hand(int fd, int status, const char *id, const char *headers,
+                         const struct buf *body)
 {
-    struct buf body, out;
-    buf_init(&body);
+    struct buf out;
     buf_init(&out);
-    api_error_write(&body, status, NULL, NULL, message);
     buf_printf(&out,
                "HTTP/1.1 %d %s\r\nConnection: close\r\nContent-Type: application/json\r\n"
-               "Content-Length: %zu\r\n",
-               status, reason_of(status), body.len);
-    if (status == 503)
-        buf_adds(&out, "Retry-After: 1\r\n");
+               "Content-Length: %zu\r\n%s",
+               status, reason_of(status), body->len, headers);
     if (id)
         buf_printf(&out, "X-Request-Id: %s\r\n", id);
     buf_adds(&out, "\r\n");
-    buf_add(&out, body.data, body.len);
+    buf_add(&out, body->data, body->len);
     /* Nothing is before it in the socket's buffer, so it fits, or the client is not worth it. */
-    if (!body.failed && !out.failed) {
+    if (!body->failed && !out.failed) {
         ssize_t sent = send(fd, out.data, out.len, MSG_NOSIGNAL | MSG_DONTWAIT);
         (void)sent;
     }
-    buf_fini(&body);
     buf_fini(&out);
+}
+
+void conn_send_refusal(int fd, int status, const char *id, const char *message)
+{
+    struct buf body;
+    buf_init(&body);
+    api_error_write(&body, status, NULL, NULL, message);
+    send_by_hand(fd, status, id, status == 503 ? "Retry-After: 1\r\n" : "", &body);
+    buf_fini(&body);
+}
+
+void conn_send_answer(int fd, const struct exchange *x, int status, const struct buf *body)
+{
+    struct buf headers;
+    buf_init(&headers);
+    for (int32_t i = 0; i < x->n_headers; i++)
+        buf_printf(&headers, "%s: %s\r\n", x->headers[i].name, x->headers[i].value);
+    const char *lines = buf_cstr(&headers);
+    send_by_hand(fd, status, x->id, lines ? lines : "", body);
+    buf_fini(&headers);
 }
 
 /* ---- farewells ---- */

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <sys/socket.h>
 
 #include "api_error.h"
 #include "random_name.h"
@@ -43,6 +44,7 @@ struct exchange *exchange_new(struct http *h, struct conn *c, struct MHD_Connect
     buf_init(&x->body);
     buf_init(&x->answer);
     buf_init(&x->stream);
+    x->file_bytes = -1;
     random_name(x->id, "pf-");
     return x;
 }
@@ -65,6 +67,11 @@ static void uncharge(struct exchange *x)
     pthread_mutex_unlock(&x->http->lock);
 }
 
+void exchange_ref(struct exchange *x)
+{
+    atomic_fetch_add_explicit(&x->refs, 1, memory_order_relaxed);
+}
+
 void exchange_unref(struct exchange *x)
 {
     if (atomic_fetch_sub_explicit(&x->refs, 1, memory_order_acq_rel) > 1)
@@ -78,6 +85,7 @@ void exchange_unref(struct exchange *x)
     buf_fini(&x->body);
     buf_fini(&x->answer);
     buf_fini(&x->stream);
+    free(x->intake);
     free(x->target);
     free(x->method);
     free(x->authorization);
@@ -174,6 +182,11 @@ int exchange_run(struct exchange *x, enum work_lane lane, void (*fn)(struct exch
     return work_post(x->http->c.work, lane, &x->job);
 }
 
+void exchange_handle(struct exchange *x)
+{
+    x->http->c.handle(x->http->c.arg, x);
+}
+
 void exchange_post(struct exchange *x, void (*fn)(struct exchange *x))
 {
     exchange_run(x, WORK_RESULT, fn); /* this lane is never full */
@@ -254,6 +267,20 @@ static void wake_stream(struct exchange *x)
     http_resume(x);
 }
 
+/* http.lock held. In the middle of a body libmicrohttpd takes no answer: by hand, and a close, for
+ * which the I/O thread has to meet the next bytes, or the end of its patience. */
+static void answer_in_body(struct exchange *x, int status, const struct buf *body)
+{
+    if (!x->conn->is_expired)
+        conn_send_answer(x->conn->fd, x, status, body);
+    x->conn->is_lingering = x->conn->is_expired = x->is_sent = true;
+    x->state = EXCHANGE_ANSWERED;
+    if (x->is_parked) {
+        x->is_parked = false;
+        http_resume(x);
+    }
+}
+
 bool exchange_reply(struct exchange *x, int status, const char *content_type, struct buf *body)
 {
     struct http *h = x->http;
@@ -267,9 +294,12 @@ bool exchange_reply(struct exchange *x, int status, const char *content_type, st
     pthread_mutex_lock(&h->lock);
     enum exchange_state before = x->state;
     if (before == EXCHANGE_STREAMING) {
-        add_last_event(x, body);
+        if (x->file_bytes < 0)
+            add_last_event(x, body);
         x->state = EXCHANGE_ANSWERED;
         wake_stream(x);
+    } else if (before == EXCHANGE_INTAKE) {
+        answer_in_body(x, status, body);
     } else if (before != EXCHANGE_GONE) {
         x->status = status;
         x->content_type = content_type;
@@ -279,10 +309,10 @@ bool exchange_reply(struct exchange *x, int status, const char *content_type, st
     }
     pthread_mutex_unlock(&h->lock);
     buf_fini(body);
-    if (before == EXCHANGE_PENDING) {
+    if (before == EXCHANGE_PENDING || before == EXCHANGE_INTAKE)
         watch_remove(h->watch, x->watch_token);
+    if (before == EXCHANGE_PENDING)
         http_resume(x);
-    }
     exchange_settle(x);
     return before != EXCHANGE_GONE;
 }
@@ -305,7 +335,8 @@ void exchange_refuse(struct exchange *x, int status, const char *message)
 /* Does the handler owe an answer, or the rest of one? */
 static bool is_waiting(const struct exchange *x)
 {
-    return x->state == EXCHANGE_PENDING || x->state == EXCHANGE_STREAMING;
+    return x->state == EXCHANGE_PENDING || x->state == EXCHANGE_STREAMING ||
+           x->state == EXCHANGE_INTAKE;
 }
 
 static const char ping[] = ": ping\n\n";
@@ -320,15 +351,28 @@ void exchange_stream_open(struct exchange *x)
     pthread_mutex_unlock(&x->http->lock);
 }
 
-/* http.lock held; x is PENDING or STREAMING. */
-static void write_stream(struct exchange *x, const void *data, size_t len)
+/* http.lock held. */
+static void add_to_stream(struct exchange *x, struct buf *more)
 {
+    if (x->stream.len == x->stream_at && !x->stream.failed) {
+        buf_fini(&x->stream);
+        x->stream = *more;
+        x->stream_at = 0;
+        buf_init(more);
+        return;
+    }
     if (x->stream_at > HTTP_MAX_STREAM_BYTES / 4) {
         x->stream.len -= x->stream_at;
         memmove(x->stream.data, x->stream.data + x->stream_at, x->stream.len);
         x->stream_at = 0;
     }
-    buf_add(&x->stream, data, len);
+    buf_add(&x->stream, more->data, more->len);
+}
+
+/* http.lock held; x is PENDING or STREAMING. */
+static void write_stream(struct exchange *x, struct buf *more)
+{
+    add_to_stream(x, more);
     if (x->stream.failed || x->stream.len - x->stream_at > HTTP_MAX_STREAM_BYTES) {
         let_go(x);
         watch_wake(x->http->watch);
@@ -349,7 +393,7 @@ bool exchange_stream_write(struct exchange *x, struct buf *events)
     pthread_mutex_lock(&x->http->lock);
     x->stream.failed |= events->failed;
     if (is_waiting(x))
-        write_stream(x, events->data, events->len);
+        write_stream(x, events);
     bool is_here = x->state == EXCHANGE_STREAMING;
     pthread_mutex_unlock(&x->http->lock);
     buf_fini(events);
@@ -383,8 +427,17 @@ void exchange_ping(struct exchange *x, int64_t now_us)
     int64_t ping_us = (int64_t)x->http->c.ping_s * 1000000;
     /* What waits to be read is sign enough. */
     if (x->is_stream && is_waiting(x) && ping_us > 0 && now_us - x->stream_us >= ping_us &&
-        x->stream.len == x->stream_at)
-        write_stream(x, ping, sizeof(ping) - 1);
+        x->stream.len == x->stream_at) {
+        struct buf b;
+        buf_init(&b);
+        buf_adds(&b, ping);
+        write_stream(x, &b);
+        buf_fini(&b);
+    }
+    if (x->file_bytes >= 0 && x->state == EXCHANGE_STREAMING && now_us >= x->file_until_us) {
+        x->conn->is_expired = true;
+        shutdown(x->conn->fd, SHUT_RDWR);
+    }
 }
 
 void exchange_lose_stream(struct exchange *x)

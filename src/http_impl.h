@@ -51,7 +51,8 @@ struct conn {
 
 enum exchange_state {
     EXCHANGE_READING,
-    EXCHANGE_ENTERING,  /* suspended; its watch is being set up */
+    EXCHANGE_ENTERING,  /* suspended, or its body comes; its watch is being set up */
+    EXCHANGE_INTAKE,    /* its body comes; the handler owes an answer */
     EXCHANGE_PENDING,   /* suspended; the handler owes an answer */
     EXCHANGE_STREAMING, /* a stream has begun; the handler owes its end */
     EXCHANGE_ANSWERED,
@@ -82,10 +83,24 @@ struct exchange {
 
     /* http.lock. A stream: events not yet given to libmicrohttpd are [stream_at, stream.len). */
     bool is_stream, is_streaming; /* opened; begun */
-    bool is_parked;               /* suspended until there are more events */
+    bool is_parked; /* suspended until there are more events, or room for more body */
     struct buf stream;
     size_t stream_at;
-    int64_t stream_us; /* the last write, or the opening */
+    int64_t stream_us;  /* the last write, or the opening */
+    int64_t file_bytes; /* the stream is a file of so many; -1: it is none */
+    int64_t file_until_us;
+
+    int64_t max_intake_bytes; /* I/O thread; 0: the body is collected */
+    bool is_intake;           /* I/O thread: its handler was started before the body came */
+    /* http.lock. Of a body that is handed on: a ring, [intake_at, intake_at + n_intake). */
+    char *intake; /* [intake_cap] */
+    size_t intake_cap, intake_at, n_intake;
+    int64_t intake_bytes; /* taken so far */
+    bool is_intake_over;
+    bool is_sent; /* the answer, by hand */
+
+    atomic_int n_notices; /* not yet looked at; a worker is there, or to come, while above 0 */
+    bool (*look)(struct exchange *x);
 
     uint64_t watch_token;
     struct work_job job;
@@ -150,6 +165,8 @@ void http_add_socket(struct http *h, int fd, const void *addr, unsigned addr_len
 /* Ends the suspension of x, whose state is not EXCHANGE_PENDING any more, or which is not parked
  * any more. */
 void http_resume(struct exchange *x);
+/* I/O thread. */
+void http_suspend(struct exchange *x);
 
 /* ---- http_listeners.c ---- */
 /* At set-up. Inherited ones come first. Returns 0 or what failed, with e filled. */
@@ -171,11 +188,12 @@ uint64_t conn_received_bytes(int fd);
 void conn_refuse_now(struct conn *c, int status, const char *message);
 /* Writes a whole answer to a socket on which none is under way, without libmicrohttpd. */
 void conn_send_refusal(int fd, int status, const char *id, const char *message);
+/* The same with x's headers and a JSON body. */
+void conn_send_answer(int fd, const struct exchange *x, int status, const struct buf *body);
 
 /* ---- http_exchange.c ---- */
 struct exchange *exchange_new(struct http *h, struct conn *c, struct MHD_Connection *mhd,
                               const char *target);
-void exchange_unref(struct exchange *x);
 /* An answer of http.c's own; same thread rules as exchange_reply. */
 void exchange_refuse(struct exchange *x, int status, const char *message);
 /* Watcher: the client of owner, an exchange, has gone. */
@@ -183,17 +201,30 @@ void exchange_hangup(void *arg, void *owner);
 /* http.lock held. The connection of x, a stream that has not ended, is being closed by libmicrohttpd:
  * its owner is told at the watcher's next turn. */
 void exchange_lose_stream(struct exchange *x);
-/* http.lock held. Keeps a stream alive on which nothing moves. */
+/* http.lock held. Keeps a stream alive on which nothing moves, and cuts a file that takes too long. */
 void exchange_ping(struct exchange *x, int64_t now_us);
+
 /* Hangs up on every exchange that waits for its handler. No lock held. */
 void exchange_hangup_all(struct http *h);
 /* Runs fn(x) on a worker. Returns 0 or ERR_FULL. */
 int exchange_run(struct exchange *x, enum work_lane lane, void (*fn)(struct exchange *x));
+/* The owner's handle, on a worker. */
+void exchange_handle(struct exchange *x);
 /* Tells the owners of hung-up exchanges. No lock held. */
 void exchange_tell_gone(struct http *h);
 /* http.lock held. Room for more bytes in the sum over all bodies? Then they are counted. */
 bool exchange_charge(struct exchange *x, int64_t n_bytes);
 /* http.lock not held. The handler no longer owes an answer. */
 void exchange_settle(struct exchange *x);
+
+/* ---- http_flow.c ---- */
+/* I/O thread: the headers are complete, and the body is to be handed on: the socket is watched, x is
+ * handed to a worker. False: we are closing. */
+bool exchange_intake_start(struct exchange *x);
+/* I/O thread: takes what there is room for of a body that is handed on, and suspends the connection
+ * until there is room for the rest; *size: bytes not taken. False: nobody wants it. */
+bool exchange_intake_add(struct exchange *x, const char *data, size_t *size);
+/* I/O thread: the body is complete; the connection is suspended for the answer. The same. */
+bool exchange_intake_end(struct exchange *x);
 
 #endif

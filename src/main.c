@@ -9,12 +9,17 @@
 #include <unistd.h>
 
 #include "api.h"
+#include "api_kv.h"
+#include "api_transfer.h"
 #include "conf.h"
 #include "config.h"
 #include "engine.h"
 #include "log.h"
 #include "model.h"
+#include "model_print.h"
 #include "notify.h"
+#include "session_dir.h"
+#include "sizing.h"
 #include "utf8.h"
 #include "work.h"
 
@@ -43,6 +48,7 @@ struct server {
     struct queue *queue;
     struct engine *engine;
     struct sessions *sessions;
+    struct transfers transfers;
     struct api api;
     char model_id[PATH_MAX];
     int64_t progress_logged_us;
@@ -170,50 +176,6 @@ static int server_size(struct server *s, struct errmsg *e)
     return rc;
 }
 
-static void server_log_sizes(const struct server *s)
-{
-    const struct model_sizes *z = &s->sizes;
-    const double mib = 1 << 20;
-    log_info("event=model id=%s type=%s layers=%d gdn=%d attn=%d hidden=%d vocab=%d "
-             "max_positions=%d",
-             s->model_id, s->arch.model_type, s->arch.n_layers, s->arch.n_gdn, s->arch.n_attn,
-             s->arch.M, s->arch.vocab, s->arch.max_positions);
-    log_info("event=sizing backend=%s weights_mib=%.1f scratch_mib=%.1f slots=%d "
-             "slot_mib=%.3f slots_mib=%.1f pages=%d page_tokens=%d page_mib=%.3f "
-             "pages_mib=%.1f total_mib=%.1f free_mib=%.1f",
-             s->backend.ops->name, (double)z->weights_bytes / mib,
-             (double)(z->scratch_bytes + z->workspace_bytes) / mib, z->o.state_slots,
-             (double)z->slot_bytes / mib, (double)z->slots_bytes / mib, z->n_pages,
-             z->o.page_tokens, (double)z->page_bytes / mib, (double)z->pages_bytes / mib,
-             (double)z->total_bytes / mib, (double)z->memory_bytes / mib);
-    log_info("event=limits max_step_tokens=%d max_seqs=%d max_prompt_tokens=%d",
-             z->o.max_step_tokens, z->o.max_seqs, z->o.max_prompt_tokens);
-}
-
-/* The answer to --check. */
-static void server_print_check(const struct server *s)
-{
-    const struct model_sizes *z = &s->sizes;
-    const struct arch *a = &s->arch;
-    const double mib = 1 << 20;
-    printf("%s: configuration and model are good\n", s->model_id);
-    printf("  model    %s, %d layers (%d GDN, %d attention), hidden %d, vocabulary %d\n",
-           a->model_type, a->n_layers, a->n_gdn, a->n_attn, a->M, a->vocab);
-    printf("  backend  %s\n", s->backend.ops->name);
-    printf("  weights  %10.1f MiB\n", (double)z->weights_bytes / mib);
-    printf("  scratch  %10.1f MiB for steps of %d tokens in %d pieces\n",
-           (double)(z->scratch_bytes + z->workspace_bytes) / mib, z->o.max_step_tokens,
-           z->o.max_seqs);
-    printf("  states   %10.1f MiB for %d slots\n", (double)z->slots_bytes / mib,
-           z->o.state_slots);
-    printf("  KV       %10.1f MiB for %lld tokens in %d pages of %d\n",
-           (double)z->pages_bytes / mib, (long long)z->n_pages * z->o.page_tokens, z->n_pages,
-           z->o.page_tokens);
-    printf("  total    %10.1f MiB of %.1f MiB that are free\n", (double)z->total_bytes / mib,
-           (double)z->memory_bytes / mib);
-    printf("  prompts  up to %d tokens\n", z->o.max_prompt_tokens);
-}
-
 /* ---- the socket ---- */
 
 static void server_cancel(void *arg, struct request *r)
@@ -258,11 +220,13 @@ static int server_open_http(struct server *s, struct errmsg *e)
                             .header_timeout_s = c->header_timeout_s,
                             .body_timeout_s = c->body_timeout_s,
                             .idle_timeout_s = c->idle_timeout_s,
+                            .file_timeout_s = c->transfer_timeout_s,
                             .ping_s = c->sse_ping_s,
                             .work = s->work,
                             .n_connections = &s->metrics.connections,
                             .arg = &s->api,
                             .admit = api_admit,
+                            .intake = api_intake,
                             .lane = api_lane,
                             .handle = api_handle,
                             .refused = api_refused};
@@ -303,6 +267,44 @@ static void server_on_progress(void *arg, double done)
     }
 }
 
+/* What sessions are read and brought in with. */
+static int server_open_transfers(struct server *s, struct errmsg *e)
+{
+    struct state_shape z = model_state_shape(s->model);
+    z.fingerprint =
+        model_print(&s->arch, s->set, (uint64_t)s->conf.dummy_seed, s->backend.ops->name);
+    z.model = s->model_id;
+    int rc = transfers_init(&s->transfers, s->model, s->engine, &z, s->backend.ops,
+                            s->sizes.o.max_prompt_tokens);
+    s->api.transfers = &s->transfers;
+    if (rc != 0)
+        return errmsg_set(e, rc, "no memory for copies of sessions (%d of %zu bytes)",
+                          MAX_TRANSFERS * TRANSFER_STAGES, state_max_raw(&z));
+    log_info("event=fingerprint model=%016llx", (unsigned long long)z.fingerprint);
+    return 0;
+}
+
+/* Asked before each file of a session: there is time, and nobody is impatient. */
+static bool server_goes_on(void *arg)
+{
+    struct server *s = arg;
+    notify_send(&s->notify, "EXTEND_TIMEOUT_USEC=%d", EXTEND_US);
+    return !signals_wait(0, false);
+}
+
+static struct session_dir server_session_dir(struct server *s)
+{
+    return (struct session_dir){s->conf.session_dir, &s->transfers, s->sessions, server_goes_on,
+                                s};
+}
+
+static void server_save_sessions(struct server *s)
+{
+    struct session_dir d = server_session_dir(s);
+    if (d.path && !atomic_load(&s->metrics.device_lost))
+        session_dir_save(&d);
+}
+
 static int server_open_model(struct server *s, struct errmsg *e)
 {
     int64_t from_us = request_now_us();
@@ -328,6 +330,8 @@ static int server_open_model(struct server *s, struct errmsg *e)
                               .cache_share = s->conf.prefix_cache_share,
                               .sessions = s->sessions};
     s->api.session_ttl_s = s->conf.session_ttl_s;
+    s->api.kv_lease_s = s->conf.kv_lease_s;
+    api_kv_set_address(&s->api, http_addresses(s->http));
     s->api.prefix_cache = s->conf.prefix_cache;
     rc = queue_open(s->conf.queue_length, &s->queue);
     if (rc != 0)
@@ -341,7 +345,13 @@ static int server_open_model(struct server *s, struct errmsg *e)
         steps_set_listener(s->api.steps, api_steps_notify, &s->api);
     }
     if (rc == 0)
+        rc = server_open_transfers(s, e);
+    if (rc == 0)
         rc = engine_self_test(s->engine, s->arch.vocab, e);
+    if (rc == 0 && s->conf.session_dir) {
+        struct session_dir d = server_session_dir(s);
+        session_dir_load(&d);
+    }
     if (rc == 0)
         rc = engine_start(s->engine, e);
     return rc;
@@ -453,10 +463,12 @@ static void server_drain(struct server *s)
         http_close(s->http);
         s->http = NULL;
         engine_stop(s->engine);
+        server_save_sessions(s);
         return;
     }
     http_quiesce(s->http);
     engine_stop(s->engine);
+    server_save_sessions(s);
     http_flush(s->http, request_now_us() + 1000000);
 }
 
@@ -471,6 +483,7 @@ static void server_close(struct server *s)
     if (s->work)
         work_close(s->work);
     engine_close(s->engine);
+    transfers_fini(&s->transfers);
     sessions_close(s->sessions);
     queue_close(s->queue);
     model_close(s->model);
@@ -498,6 +511,8 @@ static int server_run(struct server *s, struct errmsg *e)
         rc = server_open_checkpoint(s, e);
     if (rc != 0)
         return EXIT_BAD_CONFIG;
+    if (s->conf.session_dir && session_dir_check(s->conf.session_dir, e) != 0)
+        return EXIT_BAD_CONFIG;
     rc = server_open_backend(s, e);
     if (rc != 0) /* what is short now may be there later */
         return rc == ERR_NOMEM ? EXIT_FAILURE : EXIT_BAD_CONFIG;
@@ -505,10 +520,10 @@ static int server_run(struct server *s, struct errmsg *e)
         return EXIT_BAD_CONFIG;
     if (s->conf.action == CONF_CHECK) {
         e->text[0] = '\0';
-        server_print_check(s);
+        sizing_print(s->model_id, s->backend.ops->name, &s->arch, &s->sizes);
         return 0;
     }
-    server_log_sizes(s);
+    sizing_log(s->model_id, s->backend.ops->name, &s->arch, &s->sizes);
     rc = server_open_http(s, e);
     if (rc != 0)
         return rc == ERR_NOMEM || rc == ERR_FULL ? EXIT_FAILURE : EXIT_BAD_CONFIG;

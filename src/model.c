@@ -353,6 +353,92 @@ int model_kv_read(struct model *m, int32_t i_attn, const int32_t *pages, int32_t
     return m->b->ops->kv_read(m->b, &m->ad, &m->kvs[i_attn], pages, n_tokens, k, v);
 }
 
+/* ---- parts of sessions ---- */
+
+/* One of the copies of a part; from NULL: out of the pool. */
+static int copy_part(struct model *m, const struct state_part *p, int32_t slot,
+                     const int32_t *pages, char *to, const char *from)
+{
+    const struct backend_ops *ops = m->b->ops;
+    if (p->kind == STATE_SLOT) {
+        const struct state_pool *pool = &m->states[p->i_layer];
+        return from ? ops->slot_put(m->b, &m->gd, pool, slot, from)
+                    : ops->slot_get(m->b, &m->gd, pool, slot, to);
+    }
+    const struct kv_pool *pool = &m->kvs[p->i_layer];
+    size_t bytes = p->raw_bytes / (size_t)p->n_pages;
+    bool is_value = p->kind == STATE_VALUES;
+    int rc = 0;
+    for (int32_t i = 0; i < p->n_pages && rc == 0; i++) {
+        int32_t page = pages[p->i_page + i];
+        size_t at = (size_t)i * bytes;
+        rc = from ? ops->page_put(m->b, &m->ad, pool, page, is_value, from + at)
+                  : ops->page_get(m->b, &m->ad, pool, page, is_value, to + at);
+    }
+    return rc;
+}
+
+int model_part_get(struct model *m, const struct state_part *p, int32_t slot,
+                   const int32_t *pages, void *stage)
+{
+    return copy_part(m, p, slot, pages, stage, NULL);
+}
+
+int model_part_put(struct model *m, const struct state_part *p, int32_t slot,
+                   const int32_t *pages, const void *stage)
+{
+    return copy_part(m, p, slot, pages, NULL, stage);
+}
+
+bool model_copies_are_queued(const struct model *m)
+{
+    return m->b->ops->copies_mark != NULL;
+}
+
+void model_copies_follow(struct model *m)
+{
+    if (m->b->ops->copies_follow)
+        m->b->ops->copies_follow(m->b);
+}
+
+int model_copies_mark(struct model *m, int32_t i)
+{
+    return m->b->ops->copies_mark ? m->b->ops->copies_mark(m->b, i) : 0;
+}
+
+int model_copies_done(struct model *m, int32_t i, bool wait)
+{
+    return m->b->ops->copies_done ? m->b->ops->copies_done(m->b, i, wait) : 1;
+}
+
+void *model_stage_alloc(struct model *m, size_t bytes)
+{
+    return m->b->ops->stage_alloc(m->b, bytes);
+}
+
+void model_stage_free(struct model *m, void *p)
+{
+    m->b->ops->stage_free(m->b, p);
+}
+
+struct state_shape model_state_shape(const struct model *m)
+{
+    int32_t P = m->sizes.o.page_tokens;
+    struct state_shape z = {.a = m->a,
+                            .gd = m->gd,
+                            .ad = m->ad,
+                            .act = m->b->act,
+                            .page_tokens = P,
+                            .model = "",
+                            .backend = m->b->ops->name};
+    if (m->a->n_gdn)
+        z.slot_bytes = m->b->ops->state_bytes(m->b, &m->gd);
+    if (m->a->n_attn)
+        z.half_page_bytes = m->b->ops->page_bytes(m->b, &m->ad, P) / 2;
+    state_shape_seal(&z);
+    return z;
+}
+
 void model_set_goes_on(struct model *m, bool (*goes_on)(void *arg), void *arg)
 {
     m->goes_on = goes_on;

@@ -8,6 +8,7 @@
 
 #include "arch.h"
 #include "backend.h"
+#include "state_file.h"
 #include "weights.h"
 
 /* What the operator chose; 0: choose a default. */
@@ -66,6 +67,23 @@ void model_poison_page(struct model *m, int32_t page);
 int model_state_read(struct model *m, int32_t i_gdn, int32_t slot, float *S, float *conv);
 int model_kv_read(struct model *m, int32_t i_attn, const int32_t *pages, int32_t n_tokens,
                   float *k, float *v);
+
+/* A part of a session (state_file.h) to or from stage, of model_stage_alloc and its raw_bytes long,
+ * as backend.h says of such copies. slot and pages are the session's. Returns 0 or ERR_DEVICE. */
+int model_part_get(struct model *m, const struct state_part *p, int32_t slot,
+                   const int32_t *pages, void *stage);
+int model_part_put(struct model *m, const struct state_part *p, int32_t slot,
+                   const int32_t *pages, const void *stage);
+/* Backend.h's copies_follow, copies_mark and copies_done, also where it has none: those that are made
+ * at once are done.  */
+bool model_copies_are_queued(const struct model *m);
+void model_copies_follow(struct model *m);
+int model_copies_mark(struct model *m, int32_t i);
+int model_copies_done(struct model *m, int32_t i, bool wait);
+void *model_stage_alloc(struct model *m, size_t bytes);
+void model_stage_free(struct model *m, void *p);
+/* What sessions of m look like, fingerprint and names left open. */
+struct state_shape model_state_shape(const struct model *m);
 
 /* goes_on is asked before every layer, on the thread that launches; false abandons the step: its
  * other layers and its head are left out, its results and what it wrote to slots and pages mean

@@ -18,7 +18,7 @@ struct lost {
 struct sessions {
     pthread_mutex_t lock;
     struct session *first; /* listed, or off the list and not yet taken by the engine */
-    int32_t n_listed;
+    int32_t n_listed, n_exports;
     bool has_dead;
     int64_t next_expiry_us; /* not before it; INT64_MAX: none */
     struct lost lost[LOST_NAMES];
@@ -127,30 +127,42 @@ static struct session_info info_of(const struct session *s, int64_t now_us)
 
 /* ---- any thread ---- */
 
-struct session *sessions_new(int64_t ttl_us)
+static struct session *new_session(const char *id, int64_t ttl_us)
 {
     struct session *s = calloc(1, sizeof(*s));
-    if (!s || !random_name(s->id, "s-")) {
-        free(s);
+    if (!s)
         return NULL;
-    }
+    memcpy(s->id, id, strlen(id) + 1);
     s->ttl_us = ttl_us;
     s->slot = -1;
     s->refs = 1;
     return s;
 }
 
-int sessions_begin(struct sessions *t, const char *id, bool is_fork, struct session **out,
-                   int32_t **ids, int32_t *n_ids, struct errmsg *e)
+struct session *sessions_new(int64_t ttl_us)
+{
+    char id[SESSION_ID_MAX + 1];
+    return random_name(id, "s-") ? new_session(id, ttl_us) : NULL;
+}
+
+struct session *sessions_new_named(const char *id, int64_t ttl_us)
+{
+    return new_session(id, ttl_us);
+}
+
+/* With the lock. */
+static int begin(struct sessions *t, const char *id, bool is_fork, struct session **out,
+                 int32_t **ids, int32_t *n_ids, struct errmsg *e)
 {
     int rc = 0;
-    pthread_mutex_lock(&t->lock);
     struct session *s = find(t, id);
     if (!s)
         rc = say_why(t, id, e);
     else if (s->is_busy || (!is_fork && s->n_users > 0))
         rc = errmsg_set(e, ERR_FULL, "another request %s this session; come back after it",
-                        s->is_busy ? "continues" : "forks");
+                        s->is_busy     ? "continues"
+                        : s->n_exports ? "reads"
+                                       : "forks");
     if (rc == 0) {
         *ids = malloc((size_t)s->n_tokens * sizeof(**ids));
         if (!*ids)
@@ -165,6 +177,63 @@ int sessions_begin(struct sessions *t, const char *id, bool is_fork, struct sess
             s->is_busy = true;
         s->refs++;
         *out = s;
+    }
+    return rc;
+}
+
+int sessions_begin(struct sessions *t, const char *id, bool is_fork, struct session **out,
+                   int32_t **ids, int32_t *n_ids, struct errmsg *e)
+{
+    pthread_mutex_lock(&t->lock);
+    int rc = begin(t, id, is_fork, out, ids, n_ids, e);
+    pthread_mutex_unlock(&t->lock);
+    return rc;
+}
+
+int sessions_begin_export(struct sessions *t, const char *id, struct session **out,
+                          int32_t **ids, int32_t *n_ids, struct session_info *info,
+                          struct errmsg *e)
+{
+    pthread_mutex_lock(&t->lock);
+    int rc = begin(t, id, true, out, ids, n_ids, e);
+    if (rc == 0) {
+        (*out)->n_exports++;
+        t->n_exports++;
+        *info = info_of(*out, request_now_us());
+    }
+    pthread_mutex_unlock(&t->lock);
+    return rc;
+}
+
+void sessions_end_export(struct sessions *t, struct session *s)
+{
+    pthread_mutex_lock(&t->lock);
+    s->n_exports--;
+    t->n_exports--;
+    t->has_dead |= !s->is_listed;
+    pthread_mutex_unlock(&t->lock);
+    sessions_end(t, s, true);
+}
+
+int32_t sessions_n_exports(struct sessions *t)
+{
+    pthread_mutex_lock(&t->lock);
+    int32_t n = t->n_exports;
+    pthread_mutex_unlock(&t->lock);
+    return n;
+}
+
+int sessions_renew(struct sessions *t, const char *id, const struct session_terms *terms,
+                   struct session_info *out, struct errmsg *e)
+{
+    pthread_mutex_lock(&t->lock);
+    struct session *s = find(t, id);
+    int rc = s ? 0 : say_why(t, id, e);
+    if (s) {
+        s->ttl_us = terms->ttl_us ? terms->ttl_us : s->ttl_us;
+        s->is_pinned = terms->has_pinning ? terms->is_pinned : s->is_pinned;
+        touch(t, s);
+        *out = info_of(s, request_now_us());
     }
     pthread_mutex_unlock(&t->lock);
     return rc;
@@ -269,6 +338,17 @@ int sessions_keep(struct sessions *t, struct session *s, const int32_t *ids, int
     return 0;
 }
 
+void sessions_restore(struct sessions *t, struct session *s, int64_t created_unix_s,
+                      int64_t idle_us)
+{
+    pthread_mutex_lock(&t->lock);
+    s->created_unix_s = created_unix_s;
+    s->used_us -= idle_us;
+    if (expiry_of(s) < t->next_expiry_us)
+        t->next_expiry_us = expiry_of(s);
+    pthread_mutex_unlock(&t->lock);
+}
+
 struct session *sessions_next_dead(struct sessions *t, int64_t now_us)
 {
     struct session *dead = NULL;
@@ -278,7 +358,7 @@ struct session *sessions_next_dead(struct sessions *t, int64_t now_us)
         for (struct session *s = t->first; s; s = s->next) {
             if (s->is_listed && now_us >= expiry_of(s))
                 hide(t, s, "expired: it was not used for its ttl_s");
-            if (!s->is_listed && !dead)
+            if (!s->is_listed && !s->n_exports && !dead)
                 dead = s;
             if (s->is_listed && expiry_of(s) < next_us)
                 next_us = expiry_of(s);
@@ -303,7 +383,7 @@ struct session *sessions_evict(struct sessions *t, bool is_needed)
     struct session *first = NULL;
     pthread_mutex_lock(&t->lock);
     for (struct session *s = t->first; s; s = s->next) {
-        if (!s->is_listed || (!is_needed && order_of(s) > 0))
+        if (!s->is_listed || s->n_exports || (!is_needed && order_of(s) > 0))
             continue;
         if (!first || order_of(s) < order_of(first) ||
             (order_of(s) == order_of(first) && s->used_us < first->used_us))

@@ -23,9 +23,10 @@ struct session {
     int32_t refs;
     int32_t *ids; /* [n_tokens] whose state is kept */
     int32_t n_tokens;
-    int32_t n_users; /* forks under way */
-    bool is_busy;    /* being continued */
-    bool is_listed;  /* can be found */
+    int32_t n_users;   /* forks and exports under way */
+    int32_t n_exports; /* of these, exports: it stays with what it holds until they are over */
+    bool is_busy;      /* being continued */
+    bool is_listed;    /* can be found */
     bool is_pinned;
     int64_t created_unix_s;
     int64_t used_us; /* monotonic */
@@ -60,6 +61,8 @@ void sessions_close(struct sessions *t);
 
 /* A session under a new random name, not listed, with one reference. NULL: memory is short. */
 struct session *sessions_new(int64_t ttl_us);
+/* The same under a name that it had before; at most SESSION_ID_MAX characters. */
+struct session *sessions_new_named(const char *id, int64_t ttl_us);
 /* Finds one to continue, or to fork, and marks that; *out has a reference, and *ids is a copy of
  * its tokens, the caller's. Returns 0; ERR_NOT_FOUND, e says why; ERR_FULL: another uses it so that
  * this must wait; ERR_NOMEM. */
@@ -67,6 +70,17 @@ int sessions_begin(struct sessions *t, const char *id, bool is_fork, struct sess
                    int32_t **ids, int32_t *n_ids, struct errmsg *e);
 /* Takes the mark and the reference back. */
 void sessions_end(struct sessions *t, struct session *s, bool is_fork);
+/* As sessions_begin of a fork, to read its state: until sessions_end_export its slot and pages stay,
+ * also when it is deleted or room is needed. info: what it is like. */
+int sessions_begin_export(struct sessions *t, const char *id, struct session **out,
+                          int32_t **ids, int32_t *n_ids, struct session_info *info,
+                          struct errmsg *e);
+void sessions_end_export(struct sessions *t, struct session *s);
+/* Exports under way. */
+int32_t sessions_n_exports(struct sessions *t);
+/* Its time begins anew, on other terms where they say so. Errors as sessions_get. */
+int sessions_renew(struct sessions *t, const char *id, const struct session_terms *terms,
+                   struct session_info *out, struct errmsg *e);
 void sessions_ref(struct sessions *t, struct session *s);
 void sessions_unref(struct sessions *t, struct session *s); /* NULL is legal */
 /* Up to cap of them, the latest first; returns how many there are. */
@@ -84,11 +98,15 @@ int sessions_delete(struct sessions *t, const char *id, struct errmsg *e);
  * ERR_NOMEM, or ERR_NOT_FOUND: it has gone meanwhile. */
 int sessions_keep(struct sessions *t, struct session *s, const int32_t *ids, int32_t n_ids,
                   const struct session_terms *terms);
-/* One that was deleted or has expired at now_us and holds a slot: off the list, with a reference
- * for the caller; NULL: none. O(sessions) when there may be one, else O(1). */
+/* s, which is listed, was made then and has been idle so long. */
+void sessions_restore(struct sessions *t, struct session *s, int64_t created_unix_s,
+                      int64_t idle_us);
+/* One that was deleted or has expired at now_us and is not being exported: off the list, with a
+ * reference for the caller; NULL: none. O(sessions) when there may be one, else O(1). */
 struct session *sessions_next_dead(struct sessions *t, int64_t now_us);
 /* The one that was not used for longest, off the list, with a reference. Those that are in use
- * or pinned are spared unless is_needed; and then the pinned go last. NULL: none. O(sessions). */
+ * or pinned are spared unless is_needed, and then the pinned go last; those that are exported are
+ * spared. NULL: none. O(sessions). */
 struct session *sessions_evict(struct sessions *t, bool is_needed);
 /* Sessions on the list. */
 int32_t sessions_count(struct sessions *t);

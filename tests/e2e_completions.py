@@ -264,8 +264,11 @@ def others(d):
         chat, max_tokens=1, max_completion_tokens=1, stream=False, kv_transfer_params={
             "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
             "remote_block_ids": None, "remote_host": None, "remote_port": None})).json()
-    check(a["kv_transfer_params"]["do_remote_prefill"] is False and
-          a["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "a sidecar's request", a)
+    kv = a["kv_transfer_params"]
+    s = d.ask("GET", f"/v1/sessions/{kv['session']}").json()
+    check(kv["do_remote_prefill"] is True and s["tokens"] == a["usage"]["prompt_tokens"] and
+          a["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "a sidecar's request", (a, s))
+    d.ask("DELETE", f"/v1/sessions/{kv['session']}")
     check(d.ask("GET", "/v1/models/demo").json()["id"] == "demo", "one model")
 
 

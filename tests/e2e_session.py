@@ -77,7 +77,7 @@ def refusals(d, ids):
         check(a.status == status and a.error()["param"] == param and words in a.error()["message"],
               f"{list(fields)}: {status}", a)
     check("session" not in d.prefill(prompt=[1], keep=False).json(), "not kept")
-    check(d.ask("PUT", f"/v1/sessions/{name}").headers["allow"] == "GET, HEAD, DELETE", "methods")
+    check(d.ask("PUT", f"/v1/sessions/{name}").headers["allow"] == "GET, HEAD, POST, DELETE", "methods")
     s = get(d, name).json()
     check(s["tokens"] == 100 and not s["busy"], "it is as it was", s)
 

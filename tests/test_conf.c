@@ -111,9 +111,10 @@ Test(conf, every_option_reaches_its_member)
                     "--queue-length 5 --kv-tokens 6 --state-slots 8 --page-tokens 128 "
                     "--cpu-threads 9 --workers 10 --cuda-device 3 --gpu-memory 0.5 "
                     "--max-decode-share 0.25 --cache-dir /c --prefix-cache no "
-                    "--checkpoint-tokens 512 --prefix-cache-share 0.125 --session-ttl-s 9") ==
-              0);
-    cr_assert(c.session_ttl_s == 9);
+                    "--checkpoint-tokens 512 --prefix-cache-share 0.125 --session-ttl-s 9 "
+                    "--session-dir /s --kv-lease-s 7 --transfer-timeout-s 5") == 0);
+    cr_assert(c.session_ttl_s == 9 && c.kv_lease_s == 7 && c.transfer_timeout_s == 5);
+    cr_assert_str_eq(c.session_dir, "/s");
     cr_assert_str_eq(c.cache_dir, "/c");
     cr_assert(!c.prefix_cache && c.checkpoint_tokens == 512 && c.prefix_cache_share == 125);
     cr_assert(c.max_step_tokens == 64 && c.max_seqs == 3 && c.max_prompt_tokens == 4);
@@ -401,5 +402,5 @@ Test(conf, help_shows_every_row_within_the_width)
         n_options += strncmp(line, "  --", 4) == 0;
     }
     fclose(f);
-    cr_assert(n_options == 43, "%d options: count anew, and extend the tests above", n_options);
+    cr_assert(n_options == 46, "%d options: count anew, and extend the tests above", n_options);
 }

@@ -1,0 +1,244 @@
+/* GET /v1/sessions/ID/state: a session as one file, sent as it is read. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "api_priv.h"
+#include "api_transfer.h"
+#include "log.h"
+
+struct export
+{
+    struct api *api;
+    struct exchange *x;
+    struct session *session;
+    struct transfer_room *room;
+    int32_t *ids; /* [info.n_tokens] */
+    struct state_info info;
+    struct state_sum sum;
+    struct state_walk asked, sent; /* parts that the engine was asked for; that were written */
+    struct transfer_copy copies[TRANSFER_STAGES];
+    int32_t n_asked, n_sent; /* of those in pools */
+    bool is_all_asked, has_begun;
+    int failed; /* enum err; 0: it is not */
+    int64_t n_bytes;
+    atomic_bool is_gone;
+};
+
+/* With the call: no copy is out. */
+static void free_export(void *call)
+{
+    struct export *t = call;
+    if (t->session) {
+        sessions_end_export(t->api->sessions, t->session);
+        queue_wake(t->api->queue);
+    }
+    transfers_give(t->api->transfers, t->room);
+    free(t->ids);
+    free(t);
+}
+
+static void on_hangup(void *call)
+{
+    struct export *t = call;
+    atomic_store(&t->is_gone, true);
+    exchange_notice(t->x);
+}
+
+static void finish_line(const struct export *t, bool is_whole)
+{
+    log_info("id=%s call=session_export outcome=%s tokens=%d bytes=%lld ms=%.1f",
+             exchange_id(t->x), is_whole ? "ok" : "cut", t->info.n_tokens,
+             (long long)t->n_bytes,
+             (double)(request_now_us() - exchange_arrival_us(t->x)) / 1e3);
+}
+
+/* Asks for parts while there are stages free. */
+static void ask(struct export *t)
+{
+    const struct state_shape *z = &t->api->transfers->shape;
+    while (!t->is_all_asked && t->n_asked - t->n_sent < TRANSFER_STAGES) {
+        struct state_part p = state_next(z, t->info.n_tokens, t->info.dtype, &t->asked);
+        t->is_all_asked = p.kind == STATE_SUM;
+        if (p.raw_bytes == 0)
+            continue;
+        int32_t i = t->n_asked++ % TRANSFER_STAGES;
+        t->copies[i].exchange = t->x;
+        t->copies[i].job = (struct engine_job){.kind = ENGINE_JOB_GET,
+                                               .session = t->session,
+                                               .part = p,
+                                               .stage = t->room->stages[i]};
+        transfer_ask(t->api->transfers, &t->copies[i]);
+    }
+}
+
+/* Takes the bytes. */
+static void send_bytes(struct export *t, struct buf *b)
+{
+    state_sum_add(&t->sum, b->data, b->len);
+    t->n_bytes += (int64_t)b->len;
+    if (!exchange_stream_write(t->x, b))
+        t->failed = ERR_STOPPED;
+}
+
+static void begin(struct export *t)
+{
+    struct transfers *all = t->api->transfers;
+    struct buf b;
+    buf_init(&b);
+    state_head_write(&all->shape, &t->info, &b);
+    exchange_file_open(t->x, "application/octet-stream",
+                       (int64_t)b.len + state_data_bytes(&all->shape, &t->info));
+    send_bytes(t, &b);
+    t->has_begun = true;
+}
+
+/* The next part, as far as it is here: 1: it was sent; 0: it is not here; negative: an error. */
+static int send_next(struct export *t, bool *is_last)
+{
+    struct transfers *all = t->api->transfers;
+    struct state_walk after = t->sent;
+    struct state_part p = state_next(&all->shape, t->info.n_tokens, t->info.dtype, &after);
+    struct transfer_copy *c = &t->copies[t->n_sent % TRANSFER_STAGES];
+    struct buf b;
+    int rc = 0;
+    if (p.raw_bytes > 0 && !transfer_is_here(c, &rc))
+        return 0;
+    if (rc != 0)
+        return rc;
+    buf_init(&b);
+    if (buf_reserve(&b, p.bytes) != 0)
+        return ERR_NOMEM;
+    if (p.kind == STATE_IDS) {
+        buf_add(&b, t->ids, p.bytes);
+    } else if (p.kind == STATE_SUM) {
+        uint64_t sum = state_sum_of(&t->sum);
+        buf_add(&b, &sum, sizeof(sum));
+    } else {
+        state_unpack(&all->shape, all->ops, &p, t->room->stages[t->n_sent % TRANSFER_STAGES],
+                     b.data);
+        b.len = p.bytes;
+        t->n_sent++;
+    }
+    t->sent = after;
+    *is_last = p.kind == STATE_SUM;
+    send_bytes(t, &b);
+    return 1;
+}
+
+/* Ends the exchange once no copy is out; whether it did not. */
+static bool end(struct export *t)
+{
+    struct exchange *x = t->x;
+    struct api *a = t->api;
+    int ignored, rc = t->failed;
+    for (int i = 0; i < TRANSFER_STAGES; i++)
+        if (!transfer_is_here(&t->copies[i], &ignored))
+            return true;
+    finish_line(t, rc == 0);
+    if (t->has_begun) {
+        struct buf none;
+        buf_init(&none);
+        exchange_stream_end(x, &none);
+    } else {
+        api_error(a, x, rc == ERR_NOMEM ? 500 : 503, NULL,
+                  rc == ERR_NOMEM    ? "memory is short"
+                  : rc == ERR_DEVICE ? "device lost"
+                                     : "draining: this server is about to stop");
+    }
+    return false;
+}
+
+/* The status goes out with the first part, which may fail. False: it is not here. */
+static bool try_begin(struct export *t)
+{
+    ask(t);
+    if (!transfer_is_here(&t->copies[0], &t->failed))
+        return false;
+    if (!t->failed)
+        begin(t);
+    return true;
+}
+
+static bool look(struct exchange *x)
+{
+    struct export *t = exchange_call(x);
+    bool is_last = false;
+    if (atomic_load(&t->is_gone) && !t->failed)
+        t->failed = ERR_STOPPED;
+    if (!t->failed && !t->has_begun && !try_begin(t))
+        return true;
+    while (!t->failed && !is_last) {
+        ask(t);
+        if (exchange_stream_waiting(x) >= HTTP_FILE_LOW_BYTES)
+            return true;
+        int rc = send_next(t, &is_last);
+        if (rc == 0)
+            return true;
+        if (rc < 0)
+            t->failed = rc;
+    }
+    return end(t);
+}
+
+/* The session's name without what follows; NULL: memory is short. */
+static char *name_of(const struct exchange *x)
+{
+    const char *from = exchange_path(x) + strlen("/v1/sessions/");
+    return strndup(from, strlen(from) - strlen("/state"));
+}
+
+/* Takes the room, marks the session. Returns the status of what failed, or 0. */
+static int prepare(struct export *t, struct errmsg *why)
+{
+    struct api *a = t->api;
+    struct session_info info;
+    char *id = name_of(t->x);
+    if (!id) {
+        errmsg_set(why, ERR_NOMEM, "memory is short");
+        return 500;
+    }
+    int rc = sessions_begin_export(a->sessions, id, &t->session, &t->ids, &t->info.n_tokens,
+                                   &info, why);
+    free(id);
+    if (rc != 0) {
+        t->session = NULL;
+        return api_status_of(rc);
+    }
+    t->info.dtype = a->transfers->shape.act;
+    t->room = transfers_take(a->transfers);
+    if (t->room)
+        return 0;
+    errmsg_set(why, ERR_FULL, "%d sessions are on their way in or out; come back after them",
+               MAX_TRANSFERS);
+    return 503;
+}
+
+void api_session_export(struct api *a, struct exchange *x)
+{
+    struct errmsg why;
+    /* libmicrohttpd would wait for the end of an answer that has no body. */
+    if (strcmp(exchange_method(x), "HEAD") == 0) {
+        struct buf none;
+        buf_init(&none);
+        exchange_reply(x, 200, "application/octet-stream", &none);
+        return;
+    }
+    struct export *t = calloc(1, sizeof(*t));
+    if (!t) {
+        api_error(a, x, 500, NULL, "memory is short");
+        return;
+    }
+    t->api = a;
+    t->x = x;
+    state_sum_start(&t->sum);
+    int status = prepare(t, &why);
+    if (status != 0) {
+        free_export(t);
+        api_error(a, x, status, status == 503 ? NULL : "session", why.text);
+        return;
+    }
+    exchange_set_look(x, look);
+    if (!exchange_set_call(x, t, on_hangup, free_export))
+        atomic_store(&t->is_gone, true);
+    exchange_notice(x);
+}
