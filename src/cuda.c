@@ -172,6 +172,7 @@ static void cuda_close(struct backend *b)
     cudaSetDevice(impl->device);
     if (impl->stream)
         cudaStreamSynchronize(impl->stream);
+    cuda_copy_close(b);
     cuda_workspace_free(b);
     gemm_close(b);
     cuda_stages_close(&impl->stages);
@@ -213,6 +214,8 @@ static int cuda_open(struct backend *b, int32_t device, struct errmsg *e)
     for (int i = 0; i < CUDA_ENDS && rc == 0; i++)
         if (cudaEventCreate(&impl->ends[i]) != cudaSuccess)
             rc = errmsg_set(e, ERR_DEVICE, "backend cuda: cannot make an event");
+    if (rc == 0 && cuda_copy_open(b) != 0)
+        rc = errmsg_set(e, ERR_DEVICE, "backend cuda: cannot make a stream for copies");
     if (rc == 0)
         rc = gemm_open(b, e);
     if (rc != 0)
@@ -267,6 +270,19 @@ const struct backend_ops backend_cuda_ops = {
     .state_write = cuda_state_write,
     .kv_read = cuda_kv_read,
     .kv_write = cuda_kv_write,
+    .stage_alloc = cuda_stage_alloc,
+    .stage_free = cuda_stage_free,
+    .slot_get = cuda_slot_get,
+    .slot_put = cuda_slot_put,
+    .page_get = cuda_page_get,
+    .page_put = cuda_page_put,
+    .copies_follow = cuda_copies_follow,
+    .copies_mark = cuda_copies_mark,
+    .copies_done = cuda_copies_done,
+    .slot_unpack = cuda_slot_unpack,
+    .slot_pack = cuda_slot_pack,
+    .page_unpack = cuda_page_unpack,
+    .page_pack = cuda_page_pack,
     .state_copy = cuda_state_copy,
     .page_copy = cuda_page_copy,
     .state_poison = cuda_state_poison,

@@ -121,12 +121,19 @@ struct cuda_samples {
     struct k_adjust *adjust;
 };
 
+/* Copies for export and import (cuda_copy.c). */
+struct cuda_copy {
+    cudaStream_t stream;
+    cudaEvent_t follows, marks[COPY_MARKS];
+};
+
 struct cuda_impl {
     int32_t device;
     struct k_device dev;
     cudaStream_t stream, in, out;
     struct gemm gemm;
     struct cuda_stages stages;
+    struct cuda_copy copy;
     struct backend_limits limits;
     bool has_workspace;
     int32_t page_tokens; /* of the KV pools; 0: none made yet */
@@ -288,5 +295,28 @@ void cuda_state_poison(struct backend *b, const struct gdn_dims *d, const struct
                        int32_t slot);
 void cuda_page_poison(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
                       int32_t page);
+
+/* ---- cuda_copy.c ---- */
+int cuda_copy_open(struct backend *b);
+void cuda_copy_close(struct backend *b);
+void *cuda_stage_alloc(struct backend *b, size_t bytes);
+void cuda_stage_free(struct backend *b, void *p);
+int cuda_slot_get(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
+                  int32_t slot, void *stage);
+int cuda_slot_put(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
+                  int32_t slot, const void *stage);
+int cuda_page_get(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
+                  int32_t page, bool is_value, void *stage);
+int cuda_page_put(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
+                  int32_t page, bool is_value, const void *stage);
+void cuda_copies_follow(struct backend *b);
+int cuda_copies_mark(struct backend *b, int32_t i);
+int cuda_copies_done(struct backend *b, int32_t i, bool wait);
+void cuda_slot_unpack(const struct gdn_dims *d, const void *raw, float *S, void *conv);
+void cuda_slot_pack(const struct gdn_dims *d, const float *S, const void *conv, void *raw);
+void cuda_page_unpack(const struct attn_dims *d, int32_t page_tokens, bool is_value,
+                      int32_t n_tokens, const void *raw, void *rows);
+void cuda_page_pack(const struct attn_dims *d, int32_t page_tokens, bool is_value,
+                    int32_t n_tokens, const void *rows, void *raw);
 
 #endif

@@ -19,7 +19,7 @@ import sys
 import tarfile
 
 PROGRAMS = ["prefilld", "tests/test_bits", "tests/test_engine", "tests/test_share",
-            "tests/test_session", "tests/gpu/test_backend", "tests/gpu/test_models",
+            "tests/test_session", "tests/test_export", "tests/gpu/test_backend", "tests/gpu/test_models",
             "tests/gpu/test_records", "tests/bench/gpu_prefill",
             "tests/bench/share"]
 # What every glibc system has, and what comes with the driver or the toolkit.

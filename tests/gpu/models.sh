@@ -55,6 +55,7 @@ for what in $wanted; do
     share)
         step share 120 env TEST_BACKEND=cuda ./test_share 20261130 10
         step session 120 env TEST_BACKEND=cuda ./test_session 20261201 10
+        step export 120 env TEST_BACKEND=cuda ./test_export 20261130 8
         ;;
     memcheck)
         if command -v compute-sanitizer >/dev/null 2>&1; then
