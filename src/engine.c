@@ -404,6 +404,8 @@ bool engine_turn(struct engine *en)
         engine_take(en, FLIGHT_WAIT_US);
     else if (!is_launched && en->n_held > 0 && is_blocked(en))
         engine_take(en, BLOCKED_WAIT_US);
+    if (en->n_in_flight == 0 && is_blocked(en)) /* nobody waits for the device */
+        atomic_store(&en->metrics->last_progress_us, request_now_us());
     return en->n_held > 0 || queue_n_waiting(en->queue) > 0 || engine_job_is_left(en);
 }
 

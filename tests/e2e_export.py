@@ -37,6 +37,46 @@ def parts(data):
                   for k, v in head.items() if k != "__metadata__"}
 
 
+def checksum(data):
+    """src/state_sum.h."""
+    mask, n = (1 << 64) - 1, len(data)
+
+    def mix(x):
+        y = x * 0x9e3779b97f4a7c15 & mask
+        return y ^ y >> 32
+    data += bytes(-n % 64)
+    lanes = []
+    words = struct.unpack(f"<{len(data) // 8}Q", data)
+    for i in range(8):
+        lane = i
+        for w in words[i::8]:
+            y = (lane ^ w) * 0x9e3779b97f4a7c15 & mask
+            lane = y ^ y >> 32
+        lanes.append(lane)
+    for lane in lanes:
+        n = mix(n ^ lane)
+    return n
+
+
+def made_up(file, ids):
+    """A file of as many tokens, of states and keys that are 0."""
+    head, _ = parts(file)
+    meta = head.pop("__metadata__")
+    at = 0
+    for name, t in head.items():
+        size = {"F32": 4, "I32": 4, "U64": 8}[t["dtype"]]
+        if name == "token_ids" or ".attn." in name:
+            t["shape"][0] = len(ids)
+        for n in t["shape"]:
+            size *= n
+        t["data_offsets"] = [at, at + size]
+        at += size
+    text = json.dumps({"__metadata__": {**meta, "position": str(len(ids))}, **head}).encode()
+    data = struct.pack("<Q", len(text)) + text + struct.pack(f"<{len(ids)}i", *ids)
+    data += bytes(at - 8 - 4 * len(ids))
+    return data + struct.pack("<Q", checksum(data))
+
+
 def with_head(data, change):
     n, = struct.unpack("<Q", data[:8])
     head = json.loads(data[8:8 + n])
@@ -58,6 +98,7 @@ def out_and_in(d, other, ids):
     check(struct.unpack("<200i", tensors["token_ids"]) == tuple(ids[:200]), "has the ids")
     check(max(v["data_offsets"][1] for k, v in head.items() if k != "__metadata__") ==
           len(a.body) - 8 - struct.unpack("<Q", a.body[:8])[0], "without a hole at its end")
+    check(struct.unpack("<Q", tensors["checksum"])[0] == checksum(a.body[:-8]), "has its checksum")
     check(state(d, name).body == a.body, "twice the same")
     for to, what in ((d, "the same daemon"), (other, "another daemon")):
         b = bring(to, a.body)
@@ -178,7 +219,8 @@ def whole_while_deleted(d, ids, long):
         for i in range(3):
             d.prefill(prompt=ids[i:i + 300], cache_salt="x" + str(i))
         c.rest = head
-        check(c.read().body == long, "its file is whole")
+        check(parts(c.read().body)[1]["layers.3.attn.v"] == parts(long)[1]["layers.3.attn.v"],
+              "its file is whole")
     check(until(d.is_idle), "and its room comes back")
 
 
@@ -201,40 +243,39 @@ def small_pools(file, long):
         check(until(d.is_idle), "nothing is held")
 
 
-def stops(file, long):
-    """Kept over a restart; SIGTERM with files under way; files that are no good."""
-    with tempfile.TemporaryDirectory() as folder:
-        with Daemon("--drain-s", 1, "--session-dir", folder) as d:
-            pinned = bring(d, file, "?pinned=true&ttl_s=5000").json()["id"]
-            name = bring(d, long).json()["id"]
-            with d.conn() as out, d.conn() as into:
-                out.send(request("GET", f"/v1/sessions/{name}/state"))
-                out.sock.recv(100)
-                into.send(request("POST", "/v1/sessions", file)[:len(file) // 2])
-                check(until(lambda: d.metrics()['prefilld_state_slots{state="held"}'] == 1), "comes")
-                check(d.stop() == 0, "it ends with files under way")
-            check("leak" not in d.log_text(), "and nothing is lost", d.log_text())
+def stops(d, folder, file, long):
+    """SIGTERM with files under way; kept over a restart; files that are no good."""
+    pinned = bring(d, file, "?pinned=true&ttl_s=5000").json()["id"]
+    name = bring(d, long).json()["id"]
+    with d.conn() as out, d.conn() as into:
+        out.send(request("GET", f"/v1/sessions/{name}/state"))
+        out.sock.recv(100)
+        into.send(request("POST", "/v1/sessions", file)[:len(file) // 2])
+        check(until(lambda: d.metrics()['prefilld_state_slots{state="held"}'] == 1), "comes")
+        check(d.stop() == 0, "it ends with files under way")
+    check("leak" not in d.log_text(), "and nothing is lost", d.log_text())
+    names = sorted(os.listdir(folder))
+    check(names == sorted(f"{n}.safetensors" for n in (pinned, name)), "both are saved", names)
+    with open(os.path.join(folder, f"{name}.safetensors"), "r+b") as f:
+        f.seek(-3000, 2)
+        f.write(b"\0\1")
+    for other in ("s-0.safetensors.tmp", "s-1.safetensors", "mine.txt"):
+        with open(os.path.join(folder, other), "wb") as f:
+            f.write(with_head(file, lambda h: h["__metadata__"].__setitem__(
+                "fingerprint", "0" * 16)))
+    with Daemon("--session-dir", folder, "--state-slots", 8, "--kv-tokens", 5120) as again:
+        s = again.ask("GET", f"/v1/sessions/{pinned}").json()
+        check(s["pinned"] and s["tokens"] == 200 and 4000 < s["expires_in_s"] < 5000,
+              "it is back, with its name and time", s)
+        check(parts(state(again, pinned).body)[1].items() - parts(file)[1].items() <=
+              {("checksum", parts(state(again, pinned).body)[1]["checksum"])}, "and its state")
+        check(again.ask("GET", f"/v1/sessions/{name}").status == 404 and
+              f"{name}.safetensors" in again.log_text() and "altered" in again.log_text() and
+              "another model" in again.log_text(), "an altered one is named", again.log_text())
         names = sorted(os.listdir(folder))
-        check(names == sorted(f"{n}.safetensors" for n in (pinned, name)), "both are saved", names)
-        with open(os.path.join(folder, f"{name}.safetensors"), "r+b") as f:
-            f.seek(-3000, 2)
-            f.write(b"\0\1")
-        for other in ("s-0.safetensors.tmp", "s-1.safetensors", "mine.txt"):
-            with open(os.path.join(folder, other), "wb") as f:
-                f.write(with_head(file, lambda h: h["__metadata__"].__setitem__(
-                    "fingerprint", "0" * 16)))
-        with Daemon("--session-dir", folder) as d:
-            s = d.ask("GET", f"/v1/sessions/{pinned}").json()
-            check(s["pinned"] and s["tokens"] == 200 and 4000 < s["expires_in_s"] < 5000,
-                  "it is back, with its name and time", s)
-            check(parts(state(d, pinned).body)[1] == parts(file)[1], "and its state")
-            check(d.ask("GET", f"/v1/sessions/{name}").status == 404 and
-                  f"{name}.safetensors" in d.log_text() and "altered" in d.log_text() and
-                  "another model" in d.log_text(), "an altered one is named", d.log_text())
-            names = sorted(os.listdir(folder))
-            check(names == sorted([f"{name}.safetensors.bad", "s-1.safetensors", "mine.txt"]),
-                  "and moved aside; those of others stay", names)
-            check(d.stop() == 0 and f"{pinned}.safetensors" in os.listdir(folder), "and again")
+        check(names == sorted([f"{name}.safetensors.bad", "s-1.safetensors", "mine.txt"]),
+              "and moved aside; those of others stay", names)
+        check(again.stop() == 0 and f"{pinned}.safetensors" in os.listdir(folder), "and again")
     with Daemon("--session-dir", "/nowhere/at/all", waits=False) as d:
         check(d.wait() == 78 and "session-dir" in d.log_text(), "a folder that is not there")
 
@@ -259,6 +300,7 @@ def handles(d, other, ids):
           f"{kv['remote_host']}:{kv['remote_port']}" == d.address, "a handle", kv)
     s = d.ask("GET", f"/v1/sessions/{kv['session']}").json()
     check(s["tokens"] == 128 and 0 < s["expires_in_s"] <= 2, "is a session with a lease", s)
+    check(d.ask("POST", f"/v1/sessions/{kv['session']}", {"ttl_s": 60}).status == 200, "extended")
     want = complete(d, ids[:300], None, cache_salt="k2")
     got = complete(d, ids[:300], kv, cache_salt="k3")
     check(cached(got) == 128 and got["choices"] == want["choices"], "begins there, the same bits", got)
@@ -279,7 +321,6 @@ def handles(d, other, ids):
           "session" not in a["kv_transfer_params"], "several prompts leave none", a)
     check(complete(other, ids[:64], asked)["kv_transfer_params"]["do_remote_prefill"] is False,
           "nor any where it is switched off")
-    check(d.ask("POST", f"/v1/sessions/{kv['session']}", {"ttl_s": 60}).status == 200, "extended")
     check(until(lambda: d.ask("GET", f"/v1/sessions/{kv5['session']}").status == 404) and
           d.ask("GET", f"/v1/sessions/{kv['session']}").status == 200, "past its lease it frees itself")
     a = complete(d, ids[:300], kv5, cache_salt="k9")
@@ -290,7 +331,7 @@ def handles(d, other, ids):
 
 def side_by_side(d, ids):
     """Exports, imports and prompts at once."""
-    names = [keep(d, ids[i:i + 150 + i], cache_salt="s") for i in range(4)]
+    names = [keep(d, ids[i:i + 50 + i], cache_salt="s") for i in range(4)]
     files = [state(d, n).body for n in names]
     bad = []
 
@@ -307,7 +348,7 @@ def side_by_side(d, ids):
     for t in threads:
         t.start()
     for i in range(6):
-        d.prefill(prompt=ids[i:i + 300], cache_salt=str(i))
+        d.prefill(prompt=ids[i:i + 200], cache_salt=str(i))
     for t in threads:
         t.join()
     check(not bad, "side by side each has its own", bad)
@@ -316,19 +357,19 @@ def side_by_side(d, ids):
     check(until(d.is_idle), "all is back")
 
 
-with Daemon("--kv-lease-s", 2) as daemon, \
-        Daemon("--page-tokens", 128, "--cpu-threads", 1, "--kv-lease-s", 0) as second:
-    IDS = daemon.ask("POST", "/tokenize", {"prompt": TEXT[:20000]}).json()["tokens"][:3200]
+POOLS = ("--state-slots", 8, "--kv-tokens", 10240)
+with tempfile.TemporaryDirectory() as FOLDER, Daemon("--kv-lease-s", 2, *POOLS) as daemon, \
+        Daemon(*POOLS, "--page-tokens", 128, "--cpu-threads", 1, "--kv-lease-s", 0, "--drain-s", 1,
+               "--session-dir", FOLDER) as second:
+    IDS = daemon.ask("POST", "/tokenize", {"prompt": TEXT[:20000]}).json()["tokens"][:3000]
     FILE = out_and_in(daemon, second, IDS)
+    LONG = made_up(FILE, IDS)
     refusals(daemon, FILE)
-    NAME = keep(daemon, IDS[:3000], cache_salt="long")
-    LONG = state(daemon, NAME).body
-    daemon.ask("DELETE", f"/v1/sessions/{NAME}")
     clients(daemon, IDS, FILE, LONG)
     whole_while_deleted(daemon, IDS, LONG)
     handles(daemon, second, IDS)
     side_by_side(daemon, IDS)
     check(daemon.stop() == 0, "it ends with 0")
-small_pools(FILE, LONG)
-stops(FILE, LONG)
+    small_pools(FILE, LONG)
+    stops(second, FOLDER, FILE, LONG)
 done()
