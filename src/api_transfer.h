@@ -2,7 +2,7 @@
  *
  * A transfer belongs to its exchange. Workers look at it, one at a time (exchange_set_look): they
  * bring parts into the file's form or the pools', add them up, and ask the engine for copies between
- * the pools and the transfer's two stages. So it holds a few parts, whatever the session's size.
+ * the pools and the transfer's stages. So it holds a few parts, whatever the session's size.
  * Only so many run at a time; one more is told to come back. */
 #ifndef PREFILLD_API_TRANSFER_H
 #define PREFILLD_API_TRANSFER_H
@@ -13,7 +13,7 @@
 #include "engine.h"
 #include "state_file.h"
 
-enum { TRANSFER_STAGES = 2, MAX_TRANSFERS = 4 };
+enum { TRANSFER_STAGES = 4, MAX_TRANSFERS = 4 };
 
 /* Memory that parts are copied through; the daemon's. */
 struct transfer_room {

@@ -28,7 +28,7 @@
 
 #include "err.h"
 
-enum { CHUNK_TOKENS = 64, TOP_MAX = 20, LABELS_MAX = 32, COPY_MARKS = 8 };
+enum { CHUNK_TOKENS = 64, TOP_MAX = 20, LABELS_MAX = 32, COPY_MARKS = 16 };
 
 enum dtype { DTYPE_F32, DTYPE_BF16, DTYPE_F16 };
 

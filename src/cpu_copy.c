@@ -104,19 +104,50 @@ static size_t block_at(const struct attn_dims *d, int32_t page_tokens, int32_t i
            (size_t)d->D;
 }
 
-/* Up to 16 keys of a head, [D][16] in a page, and as rows. */
+typedef float quad __attribute__((vector_size(16)));
+
+/* Swaps rows and columns of four rows of four numbers. */
+static inline void swap_quads(const float *from, size_t from_ld, float *to, size_t to_ld)
+{
+    typedef int32_t order __attribute__((vector_size(16)));
+    quad a, b, c, d;
+    memcpy(&a, from, sizeof(a));
+    memcpy(&b, from + from_ld, sizeof(b));
+    memcpy(&c, from + 2 * from_ld, sizeof(c));
+    memcpy(&d, from + 3 * from_ld, sizeof(d));
+    quad ab = __builtin_shuffle(a, b, (order){0, 4, 1, 5});
+    quad cd = __builtin_shuffle(c, d, (order){0, 4, 1, 5});
+    quad AB = __builtin_shuffle(a, b, (order){2, 6, 3, 7});
+    quad CD = __builtin_shuffle(c, d, (order){2, 6, 3, 7});
+    const quad rows[4] = {__builtin_shuffle(ab, cd, (order){0, 1, 4, 5}),
+                          __builtin_shuffle(ab, cd, (order){2, 3, 6, 7}),
+                          __builtin_shuffle(AB, CD, (order){0, 1, 4, 5}),
+                          __builtin_shuffle(AB, CD, (order){2, 3, 6, 7})};
+    for (size_t i = 0; i < 4; i++)
+        memcpy(to + i * to_ld, &rows[i], sizeof(rows[i]));
+}
+
+/* Up to 16 keys of a head, [dim][16] in a page, and as rows; dim is a multiple of 64. */
 static void unpack_keys(int32_t n, size_t dim, const float *panel, float *rows, size_t ld)
 {
-    for (int32_t t = 0; t < n; t++)
+    size_t t = 0;
+    for (; t + 4 <= (size_t)n; t += 4)
+        for (size_t i = 0; i < dim; i += 4)
+            swap_quads(panel + i * 16 + t, 16, rows + t * ld + i, ld);
+    for (; t < (size_t)n; t++)
         for (size_t i = 0; i < dim; i++)
-            rows[(size_t)t * ld + i] = panel[i * 16 + (size_t)t];
+            rows[t * ld + i] = panel[i * 16 + t];
 }
 
 static void pack_keys(int32_t n, size_t dim, const float *rows, size_t ld, float *panel)
 {
-    for (int32_t t = 0; t < n; t++)
+    size_t t = 0;
+    for (; t + 4 <= (size_t)n; t += 4)
+        for (size_t i = 0; i < dim; i += 4)
+            swap_quads(rows + t * ld + i, ld, panel + i * 16 + t, 16);
+    for (; t < (size_t)n; t++)
         for (size_t i = 0; i < dim; i++)
-            panel[i * 16 + (size_t)t] = rows[(size_t)t * ld + i];
+            panel[i * 16 + t] = rows[t * ld + i];
 }
 
 void cpu_page_unpack(const struct attn_dims *d, int32_t page_tokens, bool is_value,

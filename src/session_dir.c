@@ -1,3 +1,5 @@
+#include "config.h"
+
 #include "session_dir.h"
 
 #include <dirent.h>
@@ -51,10 +53,15 @@ static int write_all(int fd, const void *data, size_t len)
     return 0;
 }
 
+/* The disk writes while the next part is made. */
 static int put(struct writer *w, const void *data, size_t len)
 {
     state_sum_add(&w->sum, data, len);
-    return write_all(w->fd, data, len);
+    int rc = write_all(w->fd, data, len);
+    if (rc == 0) /* a hint: fsync has the last word */
+        sync_file_range(w->fd, (off_t)(w->sum.n_bytes - len), (off_t)len,
+                        SYNC_FILE_RANGE_WRITE);
+    return rc;
 }
 
 static int put_head(struct writer *w)

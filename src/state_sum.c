@@ -8,17 +8,31 @@ static inline uint64_t mix(uint64_t x)
     return y ^ y >> 32;
 }
 
-/* Lanes in registers: the products of one block do not wait for each other. */
+static inline uint64_t word(const unsigned char *p)
+{
+    uint64_t w;
+    memcpy(&w, p, sizeof(w));
+    return w;
+}
+
+/* Lanes in registers: the products of one block do not wait for each other. Written out, because
+ * compilers keep an array in memory. */
 static void add_blocks(uint64_t lanes[STATE_SUM_LANES], const unsigned char *p, size_t n)
 {
-    uint64_t l[STATE_SUM_LANES], w[STATE_SUM_LANES];
-    memcpy(l, lanes, sizeof(l));
+    uint64_t a = lanes[0], b = lanes[1], c = lanes[2], d = lanes[3];
+    uint64_t e = lanes[4], f = lanes[5], g = lanes[6], h = lanes[7];
     for (; n > 0; n--, p += STATE_SUM_BLOCK) {
-        memcpy(w, p, sizeof(w));
-        for (int i = 0; i < STATE_SUM_LANES; i++)
-            l[i] = mix(l[i] ^ w[i]);
+        a = mix(a ^ word(p));
+        b = mix(b ^ word(p + 8));
+        c = mix(c ^ word(p + 16));
+        d = mix(d ^ word(p + 24));
+        e = mix(e ^ word(p + 32));
+        f = mix(f ^ word(p + 40));
+        g = mix(g ^ word(p + 48));
+        h = mix(h ^ word(p + 56));
     }
-    memcpy(lanes, l, sizeof(l));
+    const uint64_t after[] = {a, b, c, d, e, f, g, h};
+    memcpy(lanes, after, sizeof(after));
 }
 
 void state_sum_start(struct state_sum *s)

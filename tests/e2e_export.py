@@ -77,6 +77,25 @@ def made_up(file, ids):
     return data + struct.pack("<Q", checksum(data))
 
 
+def as_bf16(file):
+    """Its numbers other than ids and states cut to BF16, as a GPU would have them; and as F32 again."""
+    head, tensors = parts(file)
+    meta = head.pop("__metadata__")
+    at, data, wide = 0, b"", {}
+    for name, t in head.items():
+        part = tensors[name]
+        if name.endswith((".conv", ".k", ".v")):
+            t["dtype"] = "BF16"
+            part = b"".join(part[i + 2:i + 4] for i in range(0, len(part), 4))
+            wide[name] = b"".join(b"\0\0" + part[i:i + 2] for i in range(0, len(part), 2))
+        t["data_offsets"] = [at, at + len(part)]
+        at += len(part)
+        data += part
+    text = json.dumps({"__metadata__": {**meta, "dtype": "BF16"}, **head}).encode()
+    data = struct.pack("<Q", len(text)) + text + data[:-8]
+    return data + struct.pack("<Q", checksum(data)), wide
+
+
 def with_head(data, change):
     n, = struct.unpack("<Q", data[:8])
     head = json.loads(data[8:8 + n])
@@ -111,6 +130,12 @@ def out_and_in(d, other, ids):
         check(got["next"] == want["next"] and got["prompt_logprobs"] == want["prompt_logprobs"] and
               got["prompt_top"] == want["prompt_top"], "goes on with the same bits", got["next"])
         to.ask("DELETE", f"/v1/sessions/{s['id']}")
+    narrow, wide = as_bf16(a.body)
+    s = bring(d, narrow).json()
+    _, got = parts(state(d, s["id"]).body)
+    check(s["converted"] == "BF16 to F32" and all(got[k] == v for k, v in wide.items()),
+          "a file of bf16 is widened, and that is said", s)
+    d.ask("DELETE", f"/v1/sessions/{s['id']}")
     s = bring(d, a.body, "?ttl_s=77&pinned=true").json()
     check(s["pinned"] and 70 < s["expires_in_s"] <= 77, "on terms of the query", s)
     renewed = d.ask("POST", f"/v1/sessions/{s['id']}", {"ttl_s": 500, "pinned": False}).json()
@@ -208,6 +233,21 @@ def clients(d, ids, file, long):
         slow.recv(1 << 16)
     slow.close()
     check(until(lambda: d.metrics()['prefilld_state_slots{state="held"}'] == 0), "and hung up on")
+
+
+def too_many(d, long):
+    """Four at a time; the fifth is told to come back."""
+    name = bring(d, long).json()["id"]
+    conns = [d.conn() for _ in range(4)]
+    for c in conns:
+        c.send(request("GET", f"/v1/sessions/{name}/state"))
+        c.sock.recv(100)
+    a = state(d, name)
+    check(a.status == 503 and "retry-after" in a.headers, "a fifth has to wait", a)
+    for c in conns:
+        c.close()
+    check(until(lambda: state(d, name).status == 200), "it has its turn")
+    d.ask("DELETE", f"/v1/sessions/{name}")
 
 
 def whole_while_deleted(d, ids, long):
@@ -366,6 +406,7 @@ with tempfile.TemporaryDirectory() as FOLDER, Daemon("--kv-lease-s", 2, *POOLS) 
     LONG = made_up(FILE, IDS)
     refusals(daemon, FILE)
     clients(daemon, IDS, FILE, LONG)
+    too_many(daemon, LONG)
     whole_while_deleted(daemon, IDS, LONG)
     handles(daemon, second, IDS)
     side_by_side(daemon, IDS)

@@ -350,6 +350,52 @@ static void test_sum(struct rng *rng)
     CHECK(n_bad == 0 && n_same == 0, "the checksum: %d, %d", n_bad, n_same);
 }
 
+static void copy_slot(const struct gdn_dims *d, const float *S, const void *conv, void *raw)
+{
+    size_t n = (size_t)(d->HV * d->K * d->V);
+    memcpy(raw, S, n * sizeof(float));
+    memcpy((float *)raw + n, conv, 3 * (size_t)d->conv_dim * 2);
+}
+
+static void copy_page(const struct attn_dims *d, int32_t page_tokens, bool is_value,
+                      int32_t n_tokens, const void *rows, void *raw)
+{
+    (void)is_value;
+    memset(raw, 0, (size_t)(page_tokens * d->HK * d->D) * 2);
+    memcpy(raw, rows, (size_t)(n_tokens * d->HK * d->D) * 2);
+}
+
+/* Numbers of f32 for pools of bf16: to the nearest, of two as near the even one. */
+static void test_narrowed(void)
+{
+    static const struct {
+        uint32_t f32;
+        uint16_t bf16;
+    } cases[] = {{0x3f800000, 0x3f80}, {0x3f808000, 0x3f80}, {0x3f808001, 0x3f81},
+                 {0x3f818000, 0x3f82}, {0xbf807fff, 0xbf80}, {0x00000000, 0x0000},
+                 {0x80000000, 0x8000}, {0x7f7fffff, 0x7f80}, {0x7f800000, 0x7f80}};
+    enum { N_CASES = sizeof(cases) / sizeof(cases[0]), TOKENS = 70 };
+    const struct backend_ops ops = {.slot_pack = copy_slot, .page_pack = copy_page};
+    struct state_shape z = shape_of(2);
+    uint32_t in[TOKENS * 8];
+    uint16_t tmp[TOKENS * 8], raw[2 * 64 * 8];
+    int n_bad = 0;
+    z.act = DTYPE_BF16;
+    z.half_page_bytes = 64 * 8 * 2;
+    for (int i = 0; i < TOKENS * 8; i++)
+        in[i] = cases[i % N_CASES].f32;
+    const struct state_part keys = {.kind = STATE_KEYS, .n_pages = 2, .n_tokens = TOKENS};
+    state_pack(&z, &ops, &keys, DTYPE_F32, in, tmp, raw);
+    for (int i = 0; i < 2 * 64 * 8; i++)
+        n_bad += raw[i] != (i < TOKENS * 8 ? cases[i % N_CASES].bf16 : 0);
+    const struct state_part slot = {.kind = STATE_SLOT};
+    state_pack(&z, &ops, &slot, DTYPE_F32, in, tmp, raw);
+    n_bad += memcmp(raw, in, 30 * 4) != 0;
+    for (int i = 0; i < 21; i++)
+        n_bad += raw[60 + i] != cases[(30 + i) % N_CASES].bf16;
+    CHECK(n_bad == 0, "f32 becomes bf16, states stay (%d)", n_bad);
+}
+
 int main(int argc, char **argv)
 {
     struct rng rng = {argc > 1 ? strtoull(argv[1], NULL, 10) : 20261130};
@@ -359,5 +405,6 @@ int main(int argc, char **argv)
     test_altered(&rng);
     test_headers(&rng);
     test_others(&rng);
+    test_narrowed();
     return tap_done();
 }

@@ -19,9 +19,9 @@ import sys
 import tarfile
 
 PROGRAMS = ["prefilld", "tests/test_bits", "tests/test_engine", "tests/test_share",
-            "tests/test_session", "tests/test_export", "tests/gpu/test_backend", "tests/gpu/test_models",
-            "tests/gpu/test_records", "tests/bench/gpu_prefill",
-            "tests/bench/share"]
+            "tests/test_session", "tests/test_export", "tests/gpu/test_backend",
+            "tests/gpu/test_models", "tests/gpu/test_records", "tests/bench/gpu_prefill",
+            "tests/bench/export", "tests/bench/share"]
 # What every glibc system has, and what comes with the driver or the toolkit.
 SYSTEM = re.compile(r"(ld-linux|libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+|linux-vdso)"
                     r"[.-]")
@@ -112,7 +112,7 @@ def main():
                     os.path.join(tests, "bench", "models"))
     for path in glob.glob(os.path.join(src, "tests", "e2e*.py")):
         copy(path, os.path.join(tests, os.path.basename(path)))
-    for script in ("daemon.py", "load.py", "lost.py"):
+    for script in ("daemon.py", "export.py", "load.py", "lost.py"):
         copy(os.path.join(src, "tests", "gpu", script), os.path.join(out, script))
     copy(os.path.join(src, "etc", "grafana.json"), os.path.join(out, "src", "etc", "grafana.json"))
     copy(os.path.join(src, "tests", "gpu", "run.sh"), os.path.join(out, "kernels.sh"))

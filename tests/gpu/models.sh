@@ -6,7 +6,7 @@ cd "$(dirname "$0")" || exit 1
 [ -f programs.tar.gz ] && [ ! -x ./test_ops ] && tar xzf programs.tar.gz
 logs=${1:-.}
 [ $# -gt 0 ] && shift
-wanted=${*:-backend models bits engine share records daemon storm contract lost memcheck load bench}
+wanted=${*:-backend models bits engine share export records daemon storm contract lost memcheck load bench}
 SRCDIR=$PWD/src
 BUILDDIR=$PWD
 LD_LIBRARY_PATH=$PWD/lib:/usr/local/cuda/lib64
@@ -55,7 +55,13 @@ for what in $wanted; do
     share)
         step share 120 env TEST_BACKEND=cuda ./test_share 20261130 10
         step session 120 env TEST_BACKEND=cuda ./test_session 20261201 10
+        ;;
+    export)
         step export 120 env TEST_BACKEND=cuda ./test_export 20261130 8
+        step export-daemons 150 python3 export.py
+        step export-bench 100 env TEST_BACKEND=cuda ./export src/tests/bench/models/35b-a3b 16384 .
+        grep '^#' "$logs/export-daemons.log"
+        cat "$logs/export-bench.log"
         ;;
     memcheck)
         if command -v compute-sanitizer >/dev/null 2>&1; then
