@@ -4,7 +4,6 @@
 
 #include "api_priv.h"
 #include "api_transfer.h"
-#include "log.h"
 
 struct export
 {
@@ -42,14 +41,6 @@ static void on_hangup(void *call)
     struct export *t = call;
     atomic_store(&t->is_gone, true);
     exchange_notice(t->x);
-}
-
-static void finish_line(const struct export *t, bool is_whole)
-{
-    log_info("id=%s call=session_export outcome=%s tokens=%d bytes=%lld ms=%.1f",
-             exchange_id(t->x), is_whole ? "ok" : "cut", t->info.n_tokens,
-             (long long)t->n_bytes,
-             (double)(request_now_us() - exchange_arrival_us(t->x)) / 1e3);
 }
 
 /* Asks for parts while there are stages free. */
@@ -134,7 +125,11 @@ static bool end(struct export *t)
     for (int i = 0; i < TRANSFER_STAGES; i++)
         if (!transfer_is_here(&t->copies[i], &ignored))
             return true;
-    finish_line(t, rc == 0);
+    transfer_finish(a->metrics, x, false,
+                    rc == 0        ? 200
+                    : t->has_begun ? 0
+                                   : 503,
+                    t->info.n_tokens, t->n_bytes);
     if (t->has_begun) {
         struct buf none;
         buf_init(&none);

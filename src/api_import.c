@@ -7,7 +7,6 @@
 
 #include "api_priv.h"
 #include "api_transfer.h"
-#include "log.h"
 
 enum { INTAKE_BYTES = 1 << 20, CHUNK_BYTES = 1 << 18 };
 
@@ -195,17 +194,6 @@ static void after_step(struct import *t, int rc)
     fail(t, rc);
 }
 
-static void finish_line(const struct import *t)
-{
-    log_info("id=%s call=session_import status=%d tokens=%d bytes=%lld ms=%.1f",
-             exchange_id(t->x),
-             t->status < 0 ? 0
-             : t->status   ? t->status
-                           : 200,
-             t->reader.info.n_tokens, (long long)t->n_bytes,
-             (double)(request_now_us() - exchange_arrival_us(t->x)) / 1e3);
-}
-
 static void answer(struct import *t)
 {
     struct api *a = t->api;
@@ -214,13 +202,17 @@ static void answer(struct import *t)
     struct errmsg why = t->why;
     struct buf b;
     buf_init(&b);
-    finish_line(t);
+    if (t->status == 0 && sessions_get(a->sessions, t->session->id, &info, &why) != 0)
+        t->status = 503; /* evicted already */
+    transfer_finish(a->metrics, x, true,
+                    t->status < 0 ? 0
+                    : t->status   ? t->status
+                                  : 200,
+                    t->reader.info.n_tokens, t->n_bytes);
     if (t->status < 0) {
         api_reply(x, 200, &b); /* to nobody */
         return;
     }
-    if (t->status == 0 && sessions_get(a->sessions, t->session->id, &info, &why) != 0)
-        t->status = 503; /* evicted already */
     if (t->status != 0) {
         api_error(a, x, t->status, t->status == 400 ? "file" : NULL, why.text);
         return;

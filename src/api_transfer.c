@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "http.h"
+#include "log.h"
 
 int transfers_init(struct transfers *t, struct model *m, struct engine *en,
                    const struct state_shape *z, const struct backend_ops *ops,
@@ -85,4 +86,14 @@ bool transfer_is_here(struct transfer_copy *c, int *rc)
     c->is_out = false;
     *rc = c->job.rc;
     return true;
+}
+
+void transfer_finish(struct metrics *m, const struct exchange *x, bool is_in, int status,
+                     int32_t n_tokens, int64_t n_bytes)
+{
+    atomic_fetch_add(status == 200 ? &m->files[is_in] : &m->files_failed[is_in], 1);
+    atomic_fetch_add(&m->file_bytes[is_in], n_bytes);
+    log_info("id=%s call=session_%s status=%d tokens=%d bytes=%lld ms=%.1f", exchange_id(x),
+             is_in ? "import" : "export", status, n_tokens, (long long)n_bytes,
+             (double)(request_now_us() - exchange_arrival_us(x)) / 1e3);
 }

@@ -43,6 +43,8 @@ struct transfer_room *transfers_take(struct transfers *t);
 void transfers_give(struct transfers *t, struct transfer_room *r);
 
 /* A copy that the engine was asked for. */
+struct exchange;
+
 struct transfer_copy {
     struct engine_job job;
     struct exchange *exchange;
@@ -54,5 +56,9 @@ struct transfer_copy {
 void transfer_ask(struct transfers *t, struct transfer_copy *c);
 /* Is it with the worker? First time after it came back: *rc is its result, else 0. */
 bool transfer_is_here(struct transfer_copy *c, int *rc);
+
+/* A transfer has ended: counts it, and writes its line. status 0: nobody was there any more. */
+void transfer_finish(struct metrics *m, const struct exchange *x, bool is_in, int status,
+                     int32_t n_tokens, int64_t n_bytes);
 
 #endif

@@ -34,6 +34,9 @@ struct metrics {
      * and evicted. */
     atomic_llong prefix_queries, prefix_query_tokens, prefix_hits, prefix_hit_tokens;
     atomic_llong prefix_kept, prefix_evicted;
+    /* Sessions on their way as files: out (0) and in (1), their bytes, and those that did not end
+     * well. */
+    atomic_llong files[2], file_bytes[2], files_failed[2];
     atomic_int connections;
     /* Of requests that were answered: until the first piece, until the first token, all; and how
      * long their prompts were. */

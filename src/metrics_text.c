@@ -157,6 +157,25 @@ static void render_prefixes(struct metrics *m, struct buf *out)
            atomic_load(&m->prefix_evicted));
 }
 
+static void render_files(struct metrics *m, struct buf *out)
+{
+    static const char *const ways[] = {"out", "in"};
+    head(out, "prefilld_session_files_total", "counter",
+         "Sessions sent and taken as files, by direction and how it ended.");
+    for (int i = 0; i < 2; i++) {
+        long long n = atomic_load(&m->files[i]), n_failed = atomic_load(&m->files_failed[i]);
+        buf_printf(out, "prefilld_session_files_total{direction=\"%s\",outcome=\"ok\"} %lld\n",
+                   ways[i], n);
+        buf_printf(out,
+                   "prefilld_session_files_total{direction=\"%s\",outcome=\"failed\"} %lld\n",
+                   ways[i], n_failed);
+    }
+    head(out, "prefilld_session_file_bytes_total", "counter", "Bytes of such files.");
+    for (int i = 0; i < 2; i++)
+        buf_printf(out, "prefilld_session_file_bytes_total{direction=\"%s\"} %lld\n", ways[i],
+                   (long long)atomic_load(&m->file_bytes[i]));
+}
+
 void metrics_render(struct metrics *m, int64_t queue_age_us, struct buf *out)
 {
     struct metrics_pools p;
@@ -199,6 +218,7 @@ void metrics_render(struct metrics *m, int64_t queue_age_us, struct buf *out)
         buf_printf(out, "prefilld_requests_total{outcome=\"%s\"} %lld\n", outcome_name(o),
                    (long long)atomic_load(&m->requests[o]));
     render_prefixes(m, out);
+    render_files(m, out);
     render_memory(m, out);
     render_histograms(m, out);
     if (m->model_name)

@@ -410,6 +410,10 @@ with tempfile.TemporaryDirectory() as FOLDER, Daemon("--kv-lease-s", 2, *POOLS) 
     whole_while_deleted(daemon, IDS, LONG)
     handles(daemon, second, IDS)
     side_by_side(daemon, IDS)
+    M = daemon.metrics()
+    check(all(M[f'prefilld_session_files_total{{direction="{way}",outcome="{how}"}}'] > 0
+              for way in ("in", "out") for how in ("ok", "failed")) and
+          M['prefilld_session_file_bytes_total{direction="in"}'] > len(LONG), "all is counted", M)
     check(daemon.stop() == 0, "it ends with 0")
     small_pools(FILE, LONG)
     stops(second, FOLDER, FILE, LONG)

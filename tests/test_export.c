@@ -44,6 +44,109 @@ static struct {
     int differ, unsound, failed;
 } count;
 
+/* A backend whose copies are queued: they are made when they are seen to be done, which may be many
+ * turns later; what must not change until then shows. Some fail with the device. */
+enum { MAX_QUEUED = 64 };
+
+static struct {
+    const struct backend_ops *real;
+    struct backend_ops ops;
+    struct queued {
+        bool is_put, is_page, is_value;
+        struct gdn_dims gd;
+        struct attn_dims ad;
+        const struct state_pool *states;
+        const struct kv_pool *kvs;
+        int32_t at;
+        char *stage;
+    } copies[MAX_QUEUED];
+    int n, marks[COPY_MARKS]; /* copies before the mark, of those in the queue */
+    uint32_t n_asked;
+    bool is_lost;
+} late;
+
+static int add_late(struct queued q)
+{
+    late.copies[late.n++] = q;
+    return 0;
+}
+
+static int late_slot_get(struct backend *b, const struct gdn_dims *d,
+                         const struct state_pool *p, int32_t slot, void *stage)
+{
+    (void)b;
+    return add_late((struct queued){.gd = *d, .states = p, .at = slot, .stage = stage});
+}
+
+static int late_slot_put(struct backend *b, const struct gdn_dims *d,
+                         const struct state_pool *p, int32_t slot, const void *stage)
+{
+    (void)b;
+    return add_late((struct queued){
+        .is_put = true, .gd = *d, .states = p, .at = slot, .stage = (char *)stage});
+}
+
+static int late_page_get(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
+                         int32_t page, bool is_value, void *stage)
+{
+    (void)b;
+    return add_late((struct queued){
+        .is_page = true, .is_value = is_value, .ad = *d, .kvs = p, .at = page, .stage = stage});
+}
+
+static int late_page_put(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
+                         int32_t page, bool is_value, const void *stage)
+{
+    (void)b;
+    return add_late((struct queued){.is_put = true,
+                                    .is_page = true,
+                                    .is_value = is_value,
+                                    .ad = *d,
+                                    .kvs = p,
+                                    .at = page,
+                                    .stage = (char *)stage});
+}
+
+static void make_first(struct backend *b)
+{
+    const struct queued *q = &late.copies[0];
+    const struct backend_ops *o = late.real;
+    if (q->is_page && q->is_put)
+        o->page_put(b, &q->ad, q->kvs, q->at, q->is_value, q->stage);
+    else if (q->is_page)
+        o->page_get(b, &q->ad, q->kvs, q->at, q->is_value, q->stage);
+    else if (q->is_put)
+        o->slot_put(b, &q->gd, q->states, q->at, q->stage);
+    else
+        o->slot_get(b, &q->gd, q->states, q->at, q->stage);
+    memmove(late.copies, late.copies + 1, sizeof(late.copies[0]) * (size_t)--late.n);
+    for (int i = 0; i < COPY_MARKS; i++)
+        late.marks[i] -= late.marks[i] > 0;
+}
+
+static void late_follow(struct backend *b)
+{
+    (void)b;
+}
+
+static int late_mark(struct backend *b, int32_t i)
+{
+    (void)b;
+    late.marks[i] = late.n;
+    return 0;
+}
+
+static int late_done(struct backend *b, int32_t i, bool wait)
+{
+    if (late.is_lost)
+        return ERR_DEVICE;
+    if (!wait && late.n_asked++ % 4)
+        return 0;
+    while (late.marks[i] > 0)
+        make_first(b);
+    return 1;
+}
+
 static void on_done(struct engine_job *j)
 {
     j->next = j; /* it has come back */
@@ -300,6 +403,20 @@ static void step(struct world *w)
     count.unsound += !is_sound(w) || w->f.engine->n_slots_coming != 0;
 }
 
+static void make_late(struct world *w)
+{
+    late.real = w->f.backend.ops;
+    late.ops = *late.real;
+    late.ops.slot_get = late_slot_get;
+    late.ops.slot_put = late_slot_put;
+    late.ops.page_get = late_page_get;
+    late.ops.page_put = late_page_put;
+    late.ops.copies_follow = late_follow;
+    late.ops.copies_mark = late_mark;
+    late.ops.copies_done = late_done;
+    w->f.backend.ops = &late.ops;
+}
+
 static void run_world(const char *dir, struct rng *rng)
 {
     struct world w = {.rng = rng};
@@ -321,6 +438,9 @@ static void run_world(const char *dir, struct rng *rng)
         exit(1);
     w.shape = model_state_shape(w.f.model);
     w.shape.part_pages = 1 + rng_int(rng, 4);
+    bool is_late = w.f.backend.ops == &backend_cpu_ops && rng_int(rng, 2);
+    if (is_late)
+        make_late(&w);
     w.stage = model_stage_alloc(w.f.model, state_max_raw(&w.shape));
     w.tmp = malloc(state_max_bytes(&w.shape, w.shape.act));
     for (int i = 0; i < MAX_FILES; i++)
@@ -331,6 +451,72 @@ static void run_world(const char *dir, struct rng *rng)
         buf_fini(&w.files[i].bytes);
     model_stage_free(w.f.model, w.stage);
     free(w.tmp);
+    if (is_late)
+        w.f.backend.ops = late.real;
+    fixture_close(&w.f);
+    sessions_close(w.sessions);
+}
+
+/* With several jobs posted at once the device fails: each comes back, with words, and so do those
+ * that are posted afterwards, and after the end. */
+static void test_lost(const char *dir, struct rng *rng)
+{
+    enum { N = 2 * COPY_MARKS };
+    struct world w = {.rng = rng};
+    struct model_options o = {.max_step_tokens = 128, .state_slots = 3};
+    struct engine_job jobs[N];
+    struct file f;
+    char id[SESSION_ID_MAX + 1];
+    int32_t *ids, n, n_back = 0, n_good = 0;
+    struct session_info info;
+    struct session *s;
+    struct errmsg why;
+    if (sessions_open(&w.sessions) != 0)
+        exit(1);
+    struct engine_config c = {.max_waiting = 4, .sessions = w.sessions};
+    if (fixture_open_as(&w.f, dir, &o, 1, true) != 0 || fixture_open_engine(&w.f, &c) != 0)
+        exit(1);
+    make_late(&w);
+    w.shape = model_state_shape(w.f.model);
+    w.stage = malloc(state_max_raw(&w.shape));
+    make_session(&w, &f, id);
+    int rc = sessions_begin_export(w.sessions, id, &s, &ids, &n, &info, &why);
+    const struct state_part slot = {.kind = STATE_SLOT, .raw_bytes = w.shape.slot_bytes};
+    for (int i = 0; i < N && rc == 0; i++) {
+        jobs[i] = (struct engine_job){.kind = ENGINE_JOB_GET,
+                                      .session = s,
+                                      .part = slot,
+                                      .stage = w.stage,
+                                      .done = on_done,
+                                      .rc = 1};
+        engine_post(w.f.engine, &jobs[i]);
+    }
+    for (int i = 0; i < 10; i++)
+        engine_turn(w.f.engine);
+    late.is_lost = true;
+    for (int i = 0; i < 100; i++)
+        engine_turn(w.f.engine);
+    for (int i = 0; i < N; i++) {
+        n_back += jobs[i].next == &jobs[i];
+        n_good += jobs[i].rc == 0;
+        count.failed += jobs[i].rc != 0 && jobs[i].rc != ERR_DEVICE;
+    }
+    CHECK(rc == 0 && n_back == N && n_good > 0 && n_good < N && w.f.engine->is_lost,
+          "a device that fails: %d of %d copies came back, %d good", n_back, N, n_good);
+    jobs[0].next = NULL;
+    engine_post(w.f.engine, &jobs[0]);
+    engine_turn(w.f.engine);
+    CHECK(jobs[0].next == &jobs[0] && jobs[0].rc == ERR_DEVICE, "another one: %d", jobs[0].rc);
+    engine_stop(w.f.engine);
+    jobs[0].next = NULL;
+    engine_post(w.f.engine, &jobs[0]);
+    CHECK(jobs[0].next == &jobs[0] && jobs[0].rc == ERR_STOPPED, "after the end: %d",
+          jobs[0].rc);
+    sessions_end_export(w.sessions, s);
+    free(ids);
+    free(w.stage);
+    late.is_lost = false;
+    w.f.backend.ops = late.real;
     fixture_close(&w.f);
     sessions_close(w.sessions);
 }
@@ -346,6 +532,8 @@ int main(int argc, char **argv)
     printf("# seed %llu\n", (unsigned long long)rng.s);
     for (int i = 0; i < n_worlds; i++)
         run_world(dir, &rng);
+    if (strcmp(fixture_backend(), "cpu") == 0)
+        test_lost(dir, &rng);
     tiny_remove(dir);
     printf("# %lld out, %lld in, %lld given up (%lld in the middle), %lld without room, %lld "
            "deleted while they were read\n",
