@@ -384,35 +384,7 @@ static enum MHD_Result dispatch(struct exchange *x)
     if (!conn_set_phase(x->conn, CONN_ANSWER, 0))
         return MHD_NO;
     enum work_lane lane = h->c.lane ? h->c.lane(h->c.arg, x) : WORK_REQUEST;
-    pthread_mutex_lock(&h->lock);
-    if (h->is_closing) {
-        pthread_mutex_unlock(&h->lock);
-        return MHD_NO;
-    }
-    x->state = EXCHANGE_ENTERING;
-    x->is_active = x->is_owed = true;
-    h->n_active++;
-    h->n_owed++;
-    atomic_fetch_add_explicit(&x->refs, 1, memory_order_relaxed);
-    MHD_suspend_connection(x->mhd);
-    pthread_mutex_unlock(&h->lock);
-
-    int rc = watch_add(h->watch, WATCH_HANGUP, x->conn->fd, x, &x->watch_token);
-
-    pthread_mutex_lock(&h->lock);
-    /* A hang-up in this moment is the handler's to hear of, as any other. */
-    x->state = x->is_hung || h->is_closing ? EXCHANGE_GONE : EXCHANGE_PENDING;
-    bool is_gone = x->state == EXCHANGE_GONE;
-    pthread_mutex_unlock(&h->lock);
-    if (is_gone) {
-        watch_remove(h->watch, x->watch_token);
-        http_resume(x);
-    }
-    if (rc == 0)
-        rc = exchange_run(x, lane, exchange_handle);
-    if (rc != 0)
-        exchange_refuse(x, 503, "too many requests wait to be read");
-    return MHD_YES;
+    return exchange_enter(x, EXCHANGE_PENDING, lane) ? MHD_YES : MHD_NO;
 }
 
 static enum MHD_Result on_request(void *cls, struct MHD_Connection *mhd, const char *url,

@@ -182,9 +182,44 @@ int exchange_run(struct exchange *x, enum work_lane lane, void (*fn)(struct exch
     return work_post(x->http->c.work, lane, &x->job);
 }
 
-void exchange_handle(struct exchange *x)
+static void run_handler(struct exchange *x)
 {
     x->http->c.handle(x->http->c.arg, x);
+}
+
+bool exchange_enter(struct exchange *x, enum exchange_state next, enum work_lane lane)
+{
+    struct http *h = x->http;
+    pthread_mutex_lock(&h->lock);
+    if (h->is_closing) {
+        pthread_mutex_unlock(&h->lock);
+        return false;
+    }
+    x->state = EXCHANGE_ENTERING;
+    x->is_active = x->is_owed = true;
+    h->n_active++;
+    h->n_owed++;
+    exchange_ref(x);
+    if (next == EXCHANGE_PENDING)
+        http_suspend(x);
+    pthread_mutex_unlock(&h->lock);
+
+    int rc = watch_add(h->watch, WATCH_HANGUP, x->conn->fd, x, &x->watch_token);
+
+    pthread_mutex_lock(&h->lock);
+    /* A hang-up in this moment is the handler's to hear of, as any other. */
+    bool is_gone = x->is_hung || h->is_closing;
+    x->state = is_gone ? EXCHANGE_GONE : next;
+    pthread_mutex_unlock(&h->lock);
+    if (is_gone && next == EXCHANGE_PENDING) {
+        watch_remove(h->watch, x->watch_token);
+        http_resume(x);
+    }
+    if (rc == 0)
+        rc = exchange_run(x, lane, run_handler);
+    if (rc != 0)
+        exchange_refuse(x, 503, "too many requests wait to be read");
+    return true;
 }
 
 void exchange_post(struct exchange *x, void (*fn)(struct exchange *x))

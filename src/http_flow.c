@@ -10,28 +10,8 @@
 
 bool exchange_intake_start(struct exchange *x)
 {
-    struct http *h = x->http;
-    pthread_mutex_lock(&h->lock);
-    if (h->is_closing) {
-        pthread_mutex_unlock(&h->lock);
-        return false;
-    }
     x->is_intake = true;
-    x->state = EXCHANGE_ENTERING;
-    x->is_active = x->is_owed = true;
-    h->n_active++;
-    h->n_owed++;
-    exchange_ref(x);
-    pthread_mutex_unlock(&h->lock);
-    int rc = watch_add(h->watch, WATCH_HANGUP, x->conn->fd, x, &x->watch_token);
-    pthread_mutex_lock(&h->lock);
-    x->state = x->is_hung || h->is_closing ? EXCHANGE_GONE : EXCHANGE_INTAKE;
-    pthread_mutex_unlock(&h->lock);
-    if (rc == 0)
-        rc = exchange_run(x, WORK_REQUEST, exchange_handle);
-    if (rc != 0)
-        exchange_refuse(x, 503, "too many requests wait to be read");
-    return true;
+    return exchange_enter(x, EXCHANGE_INTAKE, WORK_REQUEST);
 }
 
 static void run_look(struct exchange *x)

@@ -208,8 +208,9 @@ void exchange_ping(struct exchange *x, int64_t now_us);
 void exchange_hangup_all(struct http *h);
 /* Runs fn(x) on a worker. Returns 0 or ERR_FULL. */
 int exchange_run(struct exchange *x, enum work_lane lane, void (*fn)(struct exchange *x));
-/* The owner's handle, on a worker. */
-void exchange_handle(struct exchange *x);
+/* I/O thread: from here on the handler, on a worker, owes an answer; the state becomes next,
+ * EXCHANGE_PENDING, suspended, or EXCHANGE_INTAKE. False: we are closing. */
+bool exchange_enter(struct exchange *x, enum exchange_state next, enum work_lane lane);
 /* Tells the owners of hung-up exchanges. No lock held. */
 void exchange_tell_gone(struct http *h);
 /* http.lock held. Room for more bytes in the sum over all bodies? Then they are counted. */
