@@ -128,7 +128,6 @@ static void on_completed(void *cls, struct MHD_Connection *mhd, void **context,
     struct http *h = cls;
     struct exchange *x = *context;
     (void)mhd;
-    (void)code;
     if (!x)
         return;
     *context = NULL;
@@ -136,6 +135,10 @@ static void on_completed(void *cls, struct MHD_Connection *mhd, void **context,
     /* While its descriptor is open. */
     watch_remove(h->watch, x->watch_token);
     pthread_mutex_lock(&h->lock);
+    /* The length of a file is known: it is over before its owner says so. */
+    if (x->state == EXCHANGE_STREAMING && x->file_bytes >= 0 &&
+        code == MHD_REQUEST_TERMINATED_COMPLETED_OK)
+        x->state = EXCHANGE_ANSWERED;
     if (x->state == EXCHANGE_STREAMING || x->state == EXCHANGE_INTAKE)
         exchange_lose_stream(x);
     c->current = NULL;

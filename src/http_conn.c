@@ -25,7 +25,6 @@ enum {
     ACCEPT_PAUSE_US = 100000,      /* when descriptors or memory are short */
     SCAN_US = 50000,               /* of deadlines */
     INSPECTION_US = 500000,        /* of waiting connections, two system calls each */
-    FAREWELL_US = 2000000,         /* for the client to read the answer and close */
     FAREWELL_BATCH_BYTES = 262144, /* then other sockets get their turn */
     OWN_FDS = 64                   /* epoll sets, logs, model files */
 };
@@ -119,7 +118,7 @@ static void farewell_start(struct http *h, int fd)
             continue;
         l->fd = fd;
         l->token = 0; /* the watcher's next turn adds it */
-        l->deadline_us = http_now_us() + FAREWELL_US;
+        l->deadline_us = http_now_us() + HTTP_FAREWELL_US;
         return;
     }
     close(fd);
@@ -325,11 +324,15 @@ void conn_refuse_now(struct conn *c, int status, const char *message)
 /* http.lock held. Answers 408 if anything was asked. */
 static void expire(struct conn *c)
 {
-    bool is_silent = c->phase == CONN_IDLE || (c->phase == CONN_HEADERS && !c->current &&
-                                               conn_received_bytes(c->fd) == 0);
-    const char *what = c->phase == CONN_BODY ? "the body did not arrive within body-timeout-s"
-                                             : "the headers did not arrive within "
-                                               "header-timeout-s";
+    bool is_answered = c->current && c->current->is_sent;
+    bool is_silent =
+        is_answered || c->phase == CONN_IDLE ||
+        (c->phase == CONN_HEADERS && !c->current && conn_received_bytes(c->fd) == 0);
+    const char *what = c->phase != CONN_BODY
+                           ? "the headers did not arrive within header-timeout-s"
+                       : c->current && c->current->max_intake_bytes
+                           ? "the body did not arrive within transfer-timeout-s"
+                           : "the body did not arrive within body-timeout-s";
     if (!is_silent) {
         conn_refuse_now(c, 408, what);
         return;

@@ -303,12 +303,13 @@ static void wake_stream(struct exchange *x)
 }
 
 /* http.lock held. In the middle of a body libmicrohttpd takes no answer: by hand, and a close, for
- * which the I/O thread has to meet the next bytes, or the end of its patience. */
+ * which the I/O thread has to meet the next bytes, or the watcher the client's end, or a deadline. */
 static void answer_in_body(struct exchange *x, int status, const struct buf *body)
 {
     if (!x->conn->is_expired)
         conn_send_answer(x->conn->fd, x, status, body);
-    x->conn->is_lingering = x->conn->is_expired = x->is_sent = true;
+    x->is_sent = x->conn->is_lingering = true;
+    x->conn->deadline_us = http_now_us() + HTTP_FAREWELL_US;
     x->state = EXCHANGE_ANSWERED;
     if (x->is_parked) {
         x->is_parked = false;

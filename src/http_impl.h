@@ -26,6 +26,7 @@ enum {
     HTTP_SWALLOW_BYTES = 64 * 1024, /* a refused body up to this is read, and the connection
                                        kept */
     HTTP_MAX_FAREWELLS = 64,
+    HTTP_FAREWELL_US = 2000000, /* for the client to read the answer and close */
     HTTP_N_HEADERS = 4
 };
 

@@ -247,12 +247,20 @@ static void test_refused_in_body(struct rng *rng)
         close(fd);
     }
     int fd = client_connect(s->address);
+    send_head(fd, "/now", 100000, false);
+    client_sends(fd, "a part of it");
+    struct answer early = client_read(fd, 1);
+    CHECK(early.status == 503 && client_ends(fd, 5000),
+          "who sends no more meets the close, too");
+    answer_free(&early);
+    close(fd);
+    fd = client_connect(s->address);
     client_sends(fd, "POST /in HTTP/1.1\r\n" HOST "Content-Length: 99999999999\r\n\r\n");
     struct answer a = client_read(fd, 1);
     CHECK(a.status == 413, "too long by its length: %d", a.status);
     answer_free(&a);
     close(fd);
-    CHECK(comes_to(&s->n_connections, 0) && comes_to(&s->n_freed, 2), "nothing is left");
+    CHECK(comes_to(&s->n_connections, 0) && comes_to(&s->n_freed, 3), "nothing is left");
     server_stop(s);
     free(data);
 }
@@ -283,10 +291,11 @@ static void test_answers(void)
     get(fd, "/out", 20000000);
     client_sleep_ms(100);
     close(fd);
-    CHECK(comes_to(&s->n_freed, 7) && comes_to(&s->n_connections, 0) &&
-              atomic_load(&n_ended_gone) == 1,
-          "one that goes is noticed (%d, %d, %lld)", atomic_load(&s->n_freed),
-          atomic_load(&s->n_connections), atomic_load(&n_ended_gone));
+    bool is_over = comes_to(&s->n_freed, 7) && comes_to(&s->n_connections, 0);
+    CHECK(is_over && atomic_load(&n_ended_gone) == 1 && atomic_load(&s->n_hangups) <= 1,
+          "one that goes is noticed, and no other (%d, %d, %lld, %d)", atomic_load(&s->n_freed),
+          atomic_load(&s->n_connections), atomic_load(&n_ended_gone),
+          atomic_load(&s->n_hangups));
     CHECK(atomic_load(&most_waiting) < HTTP_FILE_LOW_BYTES + PART_BYTES,
           "no more than %lld bytes waited", atomic_load(&most_waiting));
     server_stop(s);
