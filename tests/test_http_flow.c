@@ -247,10 +247,10 @@ static void test_refused_in_body(struct rng *rng)
         close(fd);
     }
     int fd = client_connect(s->address);
-    send_head(fd, "/now", 100000, false);
-    client_sends(fd, "a part of it");
+    send_head(fd, "/refuse", 100000, false);
+    send_body(fd, rng, data, 10000, false); /* all that is read before the answer */
     struct answer early = client_read(fd, 1);
-    CHECK(early.status == 503 && client_ends(fd, 5000),
+    CHECK(early.status == 400 && client_ends(fd, 5000),
           "who sends no more meets the close, too");
     answer_free(&early);
     close(fd);
