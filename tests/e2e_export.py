@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 
-from e2e import MODEL, Daemon, check, done, request, until
+from e2e import MODEL, Daemon, check, done, is_sanitized, request, until
 
 with open(os.path.join(MODEL, "heldout.txt"), encoding="utf-8") as f:
     TEXT = f.read()
@@ -102,6 +102,17 @@ def with_head(data, change):
     change(head)
     text = json.dumps(head).encode()
     return struct.pack("<Q", len(text)) + text + data[8 + n:]
+
+
+def slow_reader(d, name):
+    """Has asked for a session's file, and takes little: neither side's system keeps much of it."""
+    s = socket.socket()
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    host, port = d.address.rsplit(":", 1)
+    s.connect((host, int(port)))
+    s.sendall(request("GET", f"/v1/sessions/{name}/state"))
+    s.recv(100)
+    return s
 
 
 def out_and_in(d, other, ids):
@@ -219,12 +230,7 @@ def clients(d, ids, file, long):
     check(until(d.is_idle) and until(lambda: not d.ask("GET", f"/v1/sessions/{name}").json()["busy"]),
           "hang-ups in the middle leave nothing")
     check(d.ask("GET", "/v1/sessions").json()["total"] == 1 and d.pool_sums() == sums, "held")
-    slow = socket.socket()
-    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    host, port = d.address.rsplit(":", 1)
-    slow.connect((host, int(port)))
-    slow.sendall(request("GET", f"/v1/sessions/{name}/state"))
-    slow.recv(100)
+    slow = slow_reader(d, name)
     a = d.prefill(prompt=ids[:10], session=name)
     check(a.status == 409 and "reads" in a.error()["message"], "while it is read it does not go on", a)
     check(d.prefill(prompt=ids[:10], fork=name).status == 200, "a copy does")
@@ -238,13 +244,10 @@ def clients(d, ids, file, long):
 def too_many(d, long):
     """Four at a time; the fifth is told to come back."""
     name = bring(d, long).json()["id"]
-    conns = [d.conn() for _ in range(4)]
-    for c in conns:
-        c.send(request("GET", f"/v1/sessions/{name}/state"))
-        c.sock.recv(100)
+    readers = [slow_reader(d, name) for _ in range(4)]
     a = state(d, name)
     check(a.status == 503 and "retry-after" in a.headers, "a fifth has to wait", a)
-    for c in conns:
+    for c in readers:
         c.close()
     check(until(lambda: state(d, name).status == 200), "it has its turn")
     d.ask("DELETE", f"/v1/sessions/{name}")
@@ -266,7 +269,7 @@ def whole_while_deleted(d, ids, long):
 
 def small_pools(file, long):
     with Daemon("--state-slots", 2, "--kv-tokens", 320, "--prefix-cache", "no",
-                "--transfer-timeout-s", 2) as d:
+                "--transfer-timeout-s", 5 if is_sanitized() else 2) as d:
         name = bring(d, file, "?pinned=true").json()["id"]
         a = bring(d, file)
         check(a.status == 503 and "retry-after" in a.headers and "no room" in a.error()["message"],
@@ -287,9 +290,7 @@ def stops(d, folder, file, long):
     """SIGTERM with files under way; kept over a restart; files that are no good."""
     pinned = bring(d, file, "?pinned=true&ttl_s=5000").json()["id"]
     name = bring(d, long).json()["id"]
-    with d.conn() as out, d.conn() as into:
-        out.send(request("GET", f"/v1/sessions/{name}/state"))
-        out.sock.recv(100)
+    with slow_reader(d, name), d.conn() as into:
         into.send(request("POST", "/v1/sessions", file)[:len(file) // 2])
         check(until(lambda: d.metrics()['prefilld_state_slots{state="held"}'] == 1), "comes")
         check(d.stop() == 0, "it ends with files under way")
