@@ -5,8 +5,9 @@
 #include "api_priv.h"
 #include "api_transfer.h"
 
-struct export
-{
+static const char file_type[] = "application/octet-stream";
+
+struct exporting {
     struct api *api;
     struct exchange *x;
     struct session *session;
@@ -26,7 +27,7 @@ struct export
 /* With the call: no copy is out. */
 static void free_export(void *call)
 {
-    struct export *t = call;
+    struct exporting *t = call;
     if (t->session) {
         sessions_end_export(t->api->sessions, t->session);
         queue_wake(t->api->queue);
@@ -38,13 +39,13 @@ static void free_export(void *call)
 
 static void on_hangup(void *call)
 {
-    struct export *t = call;
+    struct exporting *t = call;
     atomic_store(&t->is_gone, true);
     exchange_notice(t->x);
 }
 
 /* Asks for parts while there are stages free. */
-static void ask(struct export *t)
+static void ask(struct exporting *t)
 {
     const struct state_shape *z = &t->api->transfers->shape;
     while (!t->is_all_asked && t->n_asked - t->n_sent < TRANSFER_STAGES) {
@@ -63,7 +64,7 @@ static void ask(struct export *t)
 }
 
 /* Takes the bytes. */
-static void send_bytes(struct export *t, struct buf *b)
+static void send_bytes(struct exporting *t, struct buf *b)
 {
     state_sum_add(&t->sum, b->data, b->len);
     t->n_bytes += (int64_t)b->len;
@@ -71,20 +72,20 @@ static void send_bytes(struct export *t, struct buf *b)
         t->failed = ERR_STOPPED;
 }
 
-static void begin(struct export *t)
+static void begin(struct exporting *t)
 {
     struct transfers *all = t->api->transfers;
     struct buf b;
     buf_init(&b);
     state_head_write(&all->shape, &t->info, &b);
-    exchange_file_open(t->x, "application/octet-stream",
+    exchange_file_open(t->x, file_type,
                        (int64_t)b.len + state_data_bytes(&all->shape, &t->info));
     send_bytes(t, &b);
     t->has_begun = true;
 }
 
 /* The next part, as far as it is here: 1: it was sent; 0: it is not here; negative: an error. */
-static int send_next(struct export *t, bool *is_last)
+static int send_next(struct exporting *t, bool *is_last)
 {
     struct transfers *all = t->api->transfers;
     struct state_walk after = t->sent;
@@ -117,7 +118,7 @@ static int send_next(struct export *t, bool *is_last)
 }
 
 /* Ends the exchange once no copy is out; whether it did not. */
-static bool end(struct export *t)
+static bool end(struct exporting *t)
 {
     struct exchange *x = t->x;
     struct api *a = t->api;
@@ -144,7 +145,7 @@ static bool end(struct export *t)
 }
 
 /* The status goes out with the first part, which may fail. False: it is not here. */
-static bool try_begin(struct export *t)
+static bool try_begin(struct exporting *t)
 {
     ask(t);
     if (!transfer_is_here(&t->copies[0], &t->failed))
@@ -156,7 +157,7 @@ static bool try_begin(struct export *t)
 
 static bool look(struct exchange *x)
 {
-    struct export *t = exchange_call(x);
+    struct exporting *t = exchange_call(x);
     bool is_last = false;
     if (atomic_load(&t->is_gone) && !t->failed)
         t->failed = ERR_STOPPED;
@@ -183,7 +184,7 @@ static char *name_of(const struct exchange *x)
 }
 
 /* Takes the room, marks the session. Returns the status of what failed, or 0. */
-static int prepare(struct export *t, struct errmsg *why)
+static int prepare(struct exporting *t, struct errmsg *why)
 {
     struct api *a = t->api;
     struct session_info info;
@@ -208,17 +209,36 @@ static int prepare(struct export *t, struct errmsg *why)
     return 503;
 }
 
+/* HEAD: the length alone. */
+static void answer_head(struct api *a, struct exchange *x)
+{
+    const struct state_shape *z = &a->transfers->shape;
+    struct state_info f = {.dtype = z->act};
+    struct session_info info;
+    struct errmsg why = {"memory is short"};
+    struct buf b;
+    char *id = name_of(x);
+    int rc = id ? sessions_get(a->sessions, id, &info, &why) : ERR_NOMEM;
+    free(id);
+    if (rc != 0) {
+        api_error(a, x, api_status_of(rc), "session", why.text);
+        return;
+    }
+    f.n_tokens = info.n_tokens;
+    buf_init(&b);
+    state_head_write(z, &f, &b);
+    exchange_file_open(x, file_type, (int64_t)b.len + state_data_bytes(z, &f));
+    exchange_stream_end(x, &b); /* of which nothing is sent */
+}
+
 void api_session_export(struct api *a, struct exchange *x)
 {
     struct errmsg why;
-    /* libmicrohttpd would wait for the end of an answer that has no body. */
     if (strcmp(exchange_method(x), "HEAD") == 0) {
-        struct buf none;
-        buf_init(&none);
-        exchange_reply(x, 200, "application/octet-stream", &none);
+        answer_head(a, x);
         return;
     }
-    struct export *t = calloc(1, sizeof(*t));
+    struct exporting *t = calloc(1, sizeof(*t));
     if (!t) {
         api_error(a, x, 500, NULL, "memory is short");
         return;

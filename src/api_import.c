@@ -267,8 +267,9 @@ static bool is_word(const char *at, size_t len, const char *word)
     return len == strlen(word) && memcmp(at, word, len) == 0;
 }
 
-/* ttl_s and pinned of the query; 0 or a status. */
-static int read_terms(const char *query, struct session_terms *terms, struct errmsg *e)
+/* ttl_s and pinned of the query; 0 or a status, and which of them is at fault. */
+static int read_terms(const char *query, struct session_terms *terms, const char **param,
+                      struct errmsg *e)
 {
     for (const char *p = query; p && *p; p += strcspn(p, "&"), p += *p == '&') {
         size_t len = strcspn(p, "&");
@@ -278,11 +279,13 @@ static int read_terms(const char *query, struct session_terms *terms, struct err
             for (size_t i = 0; i < n_digits && n <= SESSION_MAX_TTL_S; i++)
                 n = n * 10 + (p[6 + i] - '0');
             terms->ttl_us = n * 1000000;
+            *param = "ttl_s";
             if (n_digits == 0 || n_digits != len - 6 || n < 1 || n > SESSION_MAX_TTL_S)
                 return errmsg_set(e, 400, "ttl_s is no number of seconds; 1 to %d is accepted",
                                   SESSION_MAX_TTL_S);
         } else if (len > 7 && memcmp(p, "pinned=", 7) == 0) {
             terms->has_pinning = true;
+            *param = "pinned";
             terms->is_pinned = is_word(p + 7, len - 7, "true");
             if (!terms->is_pinned && !is_word(p + 7, len - 7, "false"))
                 return errmsg_set(e, 400,
@@ -292,10 +295,10 @@ static int read_terms(const char *query, struct session_terms *terms, struct err
     return 0;
 }
 
-static int prepare(struct import *t, struct errmsg *why)
+static int prepare(struct import *t, const char **param, struct errmsg *why)
 {
     struct api *a = t->api;
-    int status = read_terms(exchange_query(t->x), &t->terms, why);
+    int status = read_terms(exchange_query(t->x), &t->terms, param, why);
     if (status != 0)
         return status;
     if (!t->terms.ttl_us)
@@ -326,10 +329,11 @@ void api_session_import(struct api *a, struct exchange *x)
     t->api = a;
     t->x = x;
     state_reader_init(&t->reader, &a->transfers->shape, a->transfers->max_tokens);
-    int status = prepare(t, &why);
+    const char *param = NULL;
+    int status = prepare(t, &param, &why);
     if (status != 0) {
         free_import(t);
-        api_error(a, x, status, NULL, why.text);
+        api_error(a, x, status, status == 400 ? param : NULL, why.text);
         return;
     }
     exchange_set_look(x, look);

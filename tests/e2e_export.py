@@ -120,6 +120,9 @@ def out_and_in(d, other, ids):
     a = state(d, name)
     check(a.status == 200 and int(a.headers["content-length"]) == len(a.body) and
           a.headers["content-type"] == "application/octet-stream", "a file", a)
+    h = d.ask("HEAD", f"/v1/sessions/{name}/state")
+    check(h.status == 200 and h.headers["content-length"] == a.headers["content-length"] and
+          d.ask("HEAD", "/v1/sessions/s-0/state").status == 404, "HEAD tells its length", h)
     head, tensors = parts(a.body)
     meta = head["__metadata__"]
     check(meta["format"] == "prefilld-session" and meta["version"] == "1" and
@@ -202,8 +205,9 @@ def refusals(d, file):
         check(a.status == 400 and words in a.error()["message"], f"refused: {words}", a)
     answers = {bring(d, bytes(data)).status for data in flipped}
     check(answers == {400}, "whichever bit was changed", answers)
-    check(bring(d, file, "?ttl_s=x").status == 400 and bring(d, file, "?pinned=1").status == 400,
-          "terms that are none")
+    for query, param in (("?ttl_s=x", "ttl_s"), ("?ttl_s=0", "ttl_s"), ("?ttl_s=5&pinned=1", "pinned")):
+        a = bring(d, file, query)
+        check(a.status == 400 and a.error()["param"] == param, f"terms that are none: {query}", a)
     with d.conn() as c:
         c.send(b"POST /v1/sessions HTTP/1.1\r\nHost: t\r\nContent-Length: 99999999999999\r\n\r\n")
         check(c.read().status == 413, "too large by its length")
