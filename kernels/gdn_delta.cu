@@ -22,18 +22,16 @@
 
 // ---- kernels
 
-enum { GDN_THREADS = 128, PREP_GROUPS = 4 };
+enum { GDN_THREADS = 128, PREP_THREADS = 256, PREP_GROUPS = 3 };
 
-/* A and P take the place of K, the inverse's scratch that of Q, once both are read. */
 struct __align__(1024) prep_smem
 {
     uint8_t K[2 * TILE_BYTES];
     uint8_t Q[2 * TILE_BYTES];
-    float eg_el[128];
-    struct gate_smem gates;
+    uint8_t A[TILE_BYTES];
+    uint8_t P[TILE_BYTES];
+    struct gate_table gates[2];
 };
-
-static_assert(sizeof(struct solve_smem) <= 2 * TILE_BYTES, "scratch lies over Q");
 
 /* Rows of a chunk's [64, 64 PANELS] of q, k or v into tiles; rows from n on become zeros. row:
  * distance of two tokens in elements. A thread's rows are 16 / PANELS apart, so its swizzle and
@@ -56,6 +54,7 @@ __device__ static inline void load_rows(uint32_t dst, const bf16 *src, int64_t r
 /* What a group reads before a unit's tiles: a unit ahead, for it is two dependent loads. */
 struct prep_at {
     int tok, n; /* first token, tokens */
+    int h;      /* first value head */
     struct gate_regs gates;
 };
 
@@ -66,89 +65,134 @@ __device__ static inline struct gate_regs prep_gates(const struct k_gdn_delta *a
     return gates_load(a->g + g, a->beta + g, a->d.HV, n);
 }
 
-/* Unit: flat chunk * (HV / share) + which `share` of its value heads, all of one key head. */
-__device__ static inline struct prep_at prep_locate(const struct k_gdn_delta *a, int64_t unit,
-                                                    int share)
+/* Unit: flat chunk * (HV / share) + which `share` of its value heads, all of one key head.
+ * gates: whether this thread wants them. */
+__device__ static inline struct prep_at prep_locate(const struct k_gdn_delta *a, uint32_t unit,
+                                                    uint32_t share, bool gates)
 {
     struct prep_at at = {};
-    int n_shares = a->d.HV / share;
-    if (unit >= (int64_t)a->b.n_chunks * n_shares)
+    uint32_t n_shares = a->d.HV / share, chunk = unit / n_shares;
+    if (chunk >= (uint32_t)a->b.n_chunks)
         return at;
-    int chunk = (int)(unit / n_shares), h = (int)(unit % n_shares) * share;
+    at.h = (int)((unit - chunk * n_shares) * share);
     at.tok = a->b.chunk_tok[chunk];
     at.n = min(a->b.cu_seqlens[a->b.chunk_seq[chunk] + 1] - at.tok, (int)K_CHUNK);
-    at.gates = prep_gates(a, at.tok, h, at.n);
+    if (gates)
+        at.gates = prep_gates(a, at.tok, at.h, at.n);
     return at;
 }
 
-/* A, P and the gates of one value head to memory, and the word that they are there. */
-__device__ static inline void prep_store(const struct prep_smem *s, struct gdn_unit *out,
-                                         bool beside, int t, int barrier)
+/* Begins the copies of a unit's K or Q by a warpgroup. */
+__device__ static inline void prep_load(const struct k_gdn_delta *a, uint32_t tile,
+                                        const void *from, const struct prep_at *at, int t)
 {
-#pragma unroll
-    for (int i = 0; i < 2 * TILE_BYTES / 16 / GDN_THREADS; i++)
-        ((uint4 *)out->A)[i * GDN_THREADS + t] = ((const uint4 *)s->K)[i * GDN_THREADS + t];
-    out->gates[t] = s->eg_el[t];
-    if (beside)
-        __threadfence();
-    group_sync(barrier);
-    if (beside && t < 2)
-        asm volatile("st.release.gpu.global.b32 [%0], 1;" ::"l"(&out->ready[t]) : "memory");
-}
-
-/* One chunk and `share` heads by the 128 threads of a group, this one t. *at is the unit's on entry,
- * that of next_unit on exit. */
-__device__ static inline void prep_unit(const struct k_gdn_delta *a, struct prep_smem *s,
-                                        int64_t unit, int64_t next_unit, int share,
-                                        struct prep_at *at, bool beside, int t, int barrier)
-{
-    int h = (int)(unit % (a->d.HV / share)) * share, kh = h / (a->d.HV / a->d.H);
-    int n = at->n, tok = at->tok;
-    if (n <= 0) { /* of a chunk beyond the batch's: no chain takes its flags back */
-        *at = prep_locate(a, next_unit, share);
+    if (at->n <= 0)
         return;
-    }
-    int64_t row = (int64_t)a->d.H * GDN_D, first = tok * row + kh * GDN_D;
-    load_rows<2>(smem_addr(s->K), (const bf16 *)a->k + first, row, n, t);
-    load_rows<2>(smem_addr(s->Q), (const bf16 *)a->q + first, row, n, t);
+    uint32_t kh = (uint32_t)at->h / (uint32_t)(a->d.HV / a->d.H);
+    int64_t row = (int64_t)a->d.H * GDN_D;
+    load_rows<2>(tile, (const bf16 *)from + at->tok * row + kh * GDN_D, row, at->n, t);
     cp_commit();
-    cp_wait<0>();
-    group_sync(barrier);
-    struct prep_places p = {
-        &s->gates,       (struct solve_smem *)s->Q,    smem_addr(s->K), smem_addr(s->Q),
-        smem_addr(s->K), smem_addr(s->K) + TILE_BYTES, s->eg_el};
-    struct gdn_unit *out = (struct gdn_unit *)a->work + unit * share;
-    float xp[10][4];
-    prep_shared(p, t >> 5, xp, barrier);
-#pragma unroll 1
-    for (int j = 0; j < share; j++) {
-        struct gate_regs r = at->gates;
-        if (j + 1 < share)
-            at->gates = prep_gates(a, tok, h + j + 1, n);
-        else
-            *at = prep_locate(a, next_unit, share);
-        prep_head(p, t >> 5, r, xp, barrier);
-        group_sync(barrier);
-        prep_store(s, out + j, beside, t, barrier);
-    }
 }
 
-__global__ static void __launch_bounds__(PREP_GROUPS *GDN_THREADS, 1)
+/* This warp's 16 rows of a tile to memory. */
+__device__ static inline void prep_store(const uint8_t *tile, uint8_t *out, int warp)
+{
+    int at = warp * 2048 + (threadIdx.x & 31) * 16;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        *(uint4 *)(out + at + i * 512) = *(const uint4 *)(tile + at + i * 512);
+}
+
+/* What a group knows. Its first warpgroup makes A, the other one P and the gates. */
+struct prep_ctx {
+    struct prep_smem *s;
+    int t, warp; /* of the warpgroup */
+    bool makes_p, makes_gates;
+    int barrier; /* the group's, 3 more of the inverse's behind it */
+    bool beside;
+};
+
+/* One chunk and `share` heads. Its copies are under way on entry, those of next_unit on exit, *at
+ * likewise; table: which one has its first head's gates, and on exit the next's. */
+__device__ static inline void prep_unit(const struct k_gdn_delta *a, const struct prep_ctx *c,
+                                        uint32_t unit, uint32_t next_unit, int share,
+                                        struct prep_at *at, int *table)
+{
+    struct prep_smem *s = c->s;
+    int h = at->h, n = at->n, tok = at->tok;
+    uint8_t *tile = c->makes_p ? s->P : s->A;
+    struct gdn_unit *out = (struct gdn_unit *)a->work + (int64_t)unit * share;
+#pragma unroll 1
+    for (int j = 0; j < share; j++, out++) {
+        const struct gate_table *g = &s->gates[*table];
+        float acc[8][4];
+        if (j > 0)
+            part_sync<PREP_THREADS>(c->barrier); /* the table */
+        prep_product(acc, smem_addr(c->makes_p ? s->Q : s->K), smem_addr(s->K), c->warp);
+        if (j + 1 == share)
+            *at = prep_locate(a, next_unit, share, c->makes_gates);
+        else if (c->makes_gates)
+            at->gates = prep_gates(a, tok, h + j + 1, n);
+        prep_product_wait(acc);
+        if (j + 1 == share) {
+            part_sync<PREP_THREADS>(c->barrier); /* all have read K and Q */
+            prep_load(a, smem_addr(c->makes_p ? s->Q : s->K), c->makes_p ? a->q : a->k, at,
+                      c->t);
+        }
+        if (c->makes_p) {
+            prep_mask_qk(g, smem_addr(tile), c->warp, acc);
+            prep_store(tile, out->P, c->warp);
+            out->gates[c->t] = g->eg[c->t];
+            if (c->makes_gates)
+                gates_scan(&s->gates[*table ^ 1], at->gates);
+        } else {
+            prep_store_kk(smem_addr(tile), c->warp, acc);
+            __syncwarp();
+            prep_inverse(g, smem_addr(tile), c->warp, c->barrier + 1);
+            prep_store(tile, out->A, c->warp);
+        }
+        *table ^= 1;
+    }
+    if (c->beside)
+        __threadfence();
+    cp_wait<0>();
+#if __CUDA_ARCH__ >= 900
+    fence_async(); /* before the tensor cores read */
+#endif
+    part_sync<PREP_THREADS>(c->barrier);
+    if (c->beside && !c->makes_p && c->t < 2)
+        asm volatile("st.release.gpu.global.b32 [%0], 1;" ::"l"(&(out - 1)->ready[c->t])
+                     : "memory");
+}
+
+__global__ static void __launch_bounds__(PREP_GROUPS *PREP_THREADS, 1)
     gdn_prep_kernel(struct k_gdn_delta a, int share, bool beside)
 {
     extern __shared__ __align__(1024) uint8_t raw[];
-    int group = threadIdx.x / GDN_THREADS;
+    int group = threadIdx.x / PREP_THREADS, t = threadIdx.x % PREP_THREADS;
+    struct prep_ctx c = {(struct prep_smem *)raw + group, t & 127, (t & 127) >> 5, t >= 128,
+                         (t >> 5) == 4, 4 * group, beside};
 #if __CUDA_ARCH__ >= 900
     /* The chain's blocks may take their places as soon as all of these have begun. */
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
-    int64_t n_units = (int64_t)a.b.n_chunks * (a.d.HV / share);
-    int64_t stride = (int64_t)gridDim.x * PREP_GROUPS;
-    int64_t u = (int64_t)group * gridDim.x + blockIdx.x;
-    struct prep_at at = prep_locate(&a, u, share);
-    for (; u < n_units; u += stride)
-        prep_unit(&a, (struct prep_smem *)raw + group, u, u + stride, share, &at, beside,
-                  threadIdx.x % GDN_THREADS, 1 + group);
+    uint32_t n_groups = blockDim.x / PREP_THREADS;
+    uint32_t stride = gridDim.x * n_groups, u = group * gridDim.x + blockIdx.x;
+    struct prep_at at = prep_locate(&a, u, share, c.makes_gates);
+    int table = 0;
+    prep_load(&a, smem_addr(c.makes_p ? c.s->Q : c.s->K), c.makes_p ? a.q : a.k, &at, c.t);
+    if (c.makes_gates)
+        gates_scan(&c.s->gates[0], at.gates);
+    zero_rows(c.s->A, 2, 0, t, PREP_THREADS); /* what is above the diagonal stays so */
+    cp_wait<0>();
+#if __CUDA_ARCH__ >= 900
+    fence_async();
+#endif
+    part_sync<PREP_THREADS>(c.barrier);
+    /* Chunks beyond the batch's come last: no chain takes their flags back. */
+    for (; at.n > 0; u += stride)
+        prep_unit(&a, &c, u, u + stride, share, &at, &table);
 }
 
 __global__ static void gdn_work_init_kernel(struct gdn_unit *u, size_t n)
@@ -371,30 +415,43 @@ static cudaError_t launch_prep(const struct k_gdn_delta *a, int32_t n_blocks, bo
 {
     if (a->b.n_chunks == 0)
         return cudaSuccess;
-    int smem = PREP_GROUPS * sizeof(struct prep_smem), ratio = a->d.HV / a->d.H;
-    /* The heads of a key head share its products, where there is work enough for all groups and
+    int n_groups = PREP_GROUPS;
+    int smem = n_groups * (int)sizeof(struct prep_smem), ratio = a->d.HV / a->d.H;
+    /* The heads of a key head share its copies, where there is work enough for all groups and
      * the chain does not wait for the first units. A choice for time only. */
-    bool is_sharing = !beside && (int64_t)a->b.n_chunks * a->d.H >= PREP_GROUPS * n_blocks / 2;
+    bool is_sharing = !beside && (int64_t)a->b.n_chunks * a->d.H >= n_groups * n_blocks / 2;
     cudaError_t e = cudaFuncSetAttribute(gdn_prep_kernel,
                                          cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
     if (e != cudaSuccess)
         return e;
-    gdn_prep_kernel<<<(unsigned)n_blocks, PREP_GROUPS * GDN_THREADS, smem, stream>>>(
+    gdn_prep_kernel<<<(unsigned)n_blocks, n_groups * PREP_THREADS, smem, stream>>>(
         *a, is_sharing ? ratio : 1, beside);
     return cudaGetLastError();
 }
 
-/* By which of the two Hopper bodies ends sooner: microseconds a chunk measured on one H200
- * (RESULTS-gpu.md). A choice for time only: bits do not depend on it. */
+/* Whether gdn_prep may run beside the split chain: that leaves half of the card idle, and there is
+ * work for every group. */
+static bool fits_beside(const struct k_gdn_delta *a)
+{
+    int n_sms = a->dev->n_sms;
+    return a->b.n_seqs * a->d.HV * 2 <= n_sms / 2 &&
+           (int64_t)a->b.n_chunks * a->d.HV >= PREP_GROUPS * n_sms;
+}
+
+/* By which of the two Hopper bodies ends sooner: microseconds a chunk as measured on one H200
+ * (RESULTS-gpu.md), the split chain's with its uneven end. A choice for time only: bits do not
+ * depend on it. */
 static int32_t pick_body(const struct k_gdn_delta *a)
 {
     if (a->dev->cc != 90)
         return K_GDN_PORTABLE;
     double chunks = (double)a->b.n_chunks * a->d.HV / a->dev->n_sms;
     double longest = (a->b.max_len + K_CHUNK - 1) / K_CHUNK;
-    double split = 1.07 * (longest > 2 * chunks ? longest : 2 * chunks);
-    double pair = 1.55 * (longest > chunks ? longest : chunks);
-    return split < pair ? K_GDN_SPLIT : K_GDN_PAIR;
+    double split = 1.25 * (longest > 2.2 * chunks ? longest : 2.2 * chunks) + 8;
+    if (!fits_beside(a))
+        split += 1.5 * chunks;
+    double fused = 2.9 * (longest > chunks ? longest : chunks);
+    return split < fused ? K_GDN_SPLIT : K_GDN_FUSED;
 }
 
 extern "C" cudaError_t k_gdn_delta(const struct k_gdn_delta *a, cudaStream_t stream)
@@ -405,13 +462,14 @@ extern "C" cudaError_t k_gdn_delta(const struct k_gdn_delta *a, cudaStream_t str
     if (a->b.n_seqs == 0)
         return cudaSuccess;
     int32_t body = a->body == K_GDN_AUTO ? pick_body(a) : a->body;
+    if (body == K_GDN_FUSED)
+        return gdn_delta_hopper(a, body, false, stream);
     /* When the chain leaves half of the card idle, gdn_prep has that half and both run at once.
      * gdn_prep is launched first and waits for nothing, so the order is safe even when a tool
      * runs one kernel at a time. */
-    int32_t chain_blocks = a->b.n_seqs * a->d.HV * 2, n_sms = a->dev->n_sms;
-    bool beside = body == K_GDN_SPLIT && chain_blocks <= n_sms / 2 &&
-                  (int64_t)a->b.n_chunks * a->d.HV >= PREP_GROUPS * n_sms;
-    cudaError_t e = launch_prep(a, beside ? n_sms - chain_blocks : n_sms, beside, stream);
+    bool beside = body == K_GDN_SPLIT && fits_beside(a);
+    int32_t n_blocks = a->dev->n_sms - (beside ? a->b.n_seqs * a->d.HV * 2 : 0);
+    cudaError_t e = launch_prep(a, n_blocks, beside, stream);
     if (e != cudaSuccess)
         return e;
     if (body != K_GDN_PORTABLE)

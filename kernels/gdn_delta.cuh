@@ -30,8 +30,8 @@ __device__ static inline int gdn_save_slot(const struct k_gdn_delta *a, int chun
     return a->b.save_slots[chunk];
 }
 
-/* Hopper bodies of the chain, after gdn_prep; body is K_GDN_SPLIT or K_GDN_PAIR. beside:
- * gdn_prep is running on other multiprocessors and says by unit what is ready (split alone). */
+/* Hopper bodies: K_GDN_SPLIT, the chain after gdn_prep, or K_GDN_FUSED, which has all in one.
+ * beside: gdn_prep is running on other multiprocessors and says by unit what is ready. */
 cudaError_t gdn_delta_hopper(const struct k_gdn_delta *a, int32_t body, bool beside,
                              cudaStream_t stream);
 

@@ -1,200 +1,50 @@
-/* The gated delta rule on Hopper: two shapes of the chain of gdn_delta.cu, same bits.
+/* The gated delta rule on Hopper for few long sequences: the chain of gdn_delta.cu, same bits;
+ * and the choice's other Hopper body, gdn_hopper_fused.cu.
  *
  * Formula, operands and the order of every sum are those of gdn_delta.cu, and gdn_prep goes
- * before both; here products are wgmma with A from registers and tiles come by TMA, 3 stages
- * deep. Derived here; ../shared/facts.md.
+ * before; here products are wgmma with A from registers and tiles come by TMA, 3 stages deep.
+ * Derived here; ../shared/facts.md.
  *
- * split: for few long sequences; a block a (sequence, value head, half of V). Warpgroup 0 runs
- *   the state chain (W, Vn, S) and hands S and Vn, as A operand registers, to warpgroup 1
- *   through shared memory; that one makes O, up to a chunk behind; a warp of warpgroup 2 loads.
+ * split: a block a (sequence, value head, half of V). Warpgroup 0 runs the state chain (W, Vn,
+ *   S) and hands S and Vn, as A operand registers, to warpgroup 1 through shared memory; that
+ *   one makes O, up to a chunk behind; a warp of warpgroup 2 loads.
  *   Grid N * HV * 2, block 384, shared 215 KB, registers 240 + 216 + 48. Limit: latency of
  *   three dependent products a chunk. Seen: 1.07 us a chunk; tensor cores 53% and shared memory
  *   71% busy on the multiprocessors that have a block. When half of the card is free, gdn_prep
  *   runs there and this kernel starts beside it, waiting unit by unit.
- * pair: for many sequences; a block a (sequence, value head). Warpgroups 1 and 2 run chain and
- *   output of one half of V each, on the same K, Q, A, P; a warp of warpgroup 0 loads. Grid
- *   N * HV, block 384, shared 195 KB, registers 40 + 2 * 232. Limit: tensor cores, 2 * 1024
- *   cycles a chunk, and the bytes of A and P. Seen: some 1.55 us a chunk.
  *
  * A chunk's tail: rows past the sequence's end belong to another request, so they are zeroed in
  * shared memory after the copy; its rows of O are not stored. */
-#include <cuda.h>
-
-#include "gdn_delta.cuh"
-#include "hopper.cuh"
+#include "gdn_hopper.cuh"
 
 // ---- kernels
 
 enum { STAGES = 3, HOPPER_THREADS = 384 };
 
-/* Tensor maps over [T, heads, 128]; boxes of 64 columns x 1 head x 64 tokens. */
-struct gdn_maps {
-    CUtensorMap q, k, v, o;
-};
+/* ---- loads */
 
-/* Where a block works. */
-struct hopper_ctx {
-    int h, kh;
-    int tok; /* first token of the sequence in the batch */
-    int len, n_chunks;
-    int first;    /* flat chunk, the sequence's first */
-    int64_t unit; /* first * HV + h */
-    bf16 *o;      /* token 0, head h */
-    float *S;     /* slot, head h */
-    bool fresh;
-};
-
-__device__ static inline struct hopper_ctx hopper_context(const struct k_gdn_delta *a, int seq,
-                                                          int h)
-{
-    struct hopper_ctx c;
-    c.h = h;
-    c.kh = h / (a->d.HV / a->d.H);
-    c.tok = a->b.cu_seqlens[seq];
-    c.len = a->b.cu_seqlens[seq + 1] - c.tok;
-    c.n_chunks = (c.len + K_CHUNK - 1) / K_CHUNK;
-    c.first = a->b.seq_first[seq];
-    c.unit = (int64_t)c.first * a->d.HV + h;
-    c.o = (bf16 *)a->o + ((int64_t)c.tok * a->d.HV + h) * GDN_D;
-    c.S = gdn_state(a, a->b.slots[seq], h);
-    c.fresh = a->b.start[seq] == 0;
-    return c;
-}
-
-__device__ static inline int rows_of(const struct hopper_ctx *c, int chunk)
-{
-    return min(c->len - chunk * K_CHUNK, (int)K_CHUNK);
-}
-
-/* This warpgroup's S^T, [64 V, 128 K], of a head's; t: thread of the warpgroup. */
-__device__ static inline float *state_at(float *S, int half, int t)
-{
-    return S + (half * 64 + (t >> 5) * 16 + ((t & 31) >> 2)) * GDN_D + 2 * (t & 3);
-}
-
-__device__ static inline void state_load(float S[16][4], const struct hopper_ctx *c, int half,
-                                         int t)
-{
-    const float *p = state_at(c->S, half, t);
-#pragma unroll
-    for (int nt = 0; nt < 16; nt++) {
-        float2 x = make_float2(0, 0), y = x;
-        if (!c->fresh) {
-            x = *(const float2 *)(p + nt * 8);
-            y = *(const float2 *)(p + nt * 8 + 8 * GDN_D);
-        }
-        S[nt][0] = x.x, S[nt][1] = x.y, S[nt][2] = y.x, S[nt][3] = y.y;
-    }
-}
-
-__device__ static inline void state_store(const float S[16][4], float *to, int half, int t)
-{
-    float *p = state_at(to, half, t);
-#pragma unroll
-    for (int nt = 0; nt < 16; nt++) {
-        *(float2 *)(p + nt * 8) = make_float2(S[nt][0], S[nt][1]);
-        *(float2 *)(p + nt * 8 + 8 * GDN_D) = make_float2(S[nt][2], S[nt][3]);
-    }
-}
-
-/* This warp's V^T in accumulator layout: v[np][q] is (tokens 16 np + 8 (q / 2) .., rows
- * g + 8 (q & 1)). */
-__device__ static inline void value_load(uint32_t v[4][4], uint32_t tile, int warp)
-{
-    int lane = threadIdx.x & 31;
-#pragma unroll
-    for (int np = 0; np < 4; np++)
-        ldsm4_t(v[np], tile + tile_off(np * 16 + (lane >> 4) * 8 + (lane & 7),
-                                       2 * warp + ((lane >> 3) & 1)));
-}
-
-/* f = V^T - eg * x as an A operand; the same arithmetic as gdn_delta.cu's residual. */
-__device__ static inline void residual(uint32_t f[4][4], const float x[8][4],
-                                       const uint32_t v[4][4], const float2 eg[8])
-{
-#pragma unroll
-    for (int np = 0; np < 4; np++)
-#pragma unroll
-        for (int q = 0; q < 4; q++) {
-            const float *w = &x[2 * np + (q >> 1)][2 * (q & 1)];
-            float2 e = eg[2 * np + (q >> 1)];
-            f[np][q] = pack2(fmaf(-e.x, w[0], lo2(v[np][q])), fmaf(-e.y, w[1], hi2(v[np][q])));
-        }
-}
-
-/* The factors of this thread's tokens. */
-__device__ static inline void tokens_load(float2 e[8], const float *by)
-{
-#pragma unroll
-    for (int nt = 0; nt < 8; nt++)
-        e[nt] = *(const float2 *)&by[8 * nt + 2 * (threadIdx.x & 3)];
-}
-
-__device__ static inline void scale_tokens(float x[8][4], const float2 e[8])
-{
-#pragma unroll
-    for (int nt = 0; nt < 8; nt++) {
-        x[nt][0] = __fmul_rn(x[nt][0], e[nt].x), x[nt][1] = __fmul_rn(x[nt][1], e[nt].y);
-        x[nt][2] = __fmul_rn(x[nt][2], e[nt].x), x[nt][3] = __fmul_rn(x[nt][3], e[nt].y);
-    }
-}
-
-__device__ static inline void pack64(uint32_t f[4][4], const float x[8][4])
-{
-#pragma unroll
-    for (int ks = 0; ks < 4; ks++)
-        frag_pack(f[ks], x[2 * ks], x[2 * ks + 1]);
-}
-
-/* O^T of this warpgroup to `tile` as [64 tokens, 64], then n rows to memory: by one bulk copy
- * that runs on, or row by row when the tile has rows of another sequence. The caller's barrier
- * is free to use; before `tile` is written again, out_reusable. */
-__device__ static inline void out_store(const float O[8][4], uint8_t *tile,
-                                        const CUtensorMap *map, const struct hopper_ctx *c,
-                                        int half, int chunk, int64_t row, int t, int barrier)
-{
-    int lane = t & 31, warp = t >> 5, n = rows_of(c, chunk);
-    uint32_t base = smem_addr(tile);
-#pragma unroll
-    for (int np = 0; np < 4; np++) {
-        uint32_t r[4];
-        frag_pack(r, O[2 * np], O[2 * np + 1]);
-        stsm4_t(base + tile_off(np * 16 + (lane >> 4) * 8 + (lane & 7),
-                                2 * warp + ((lane >> 3) & 1)),
-                r);
-    }
-    fence_async();
-    group_sync(barrier);
-    if (n == K_CHUNK) {
-        if (t == 0)
-            tma_store3(map, tile, half * 64, c->h, c->tok + chunk * K_CHUNK);
-        return;
-    }
-    bf16 *o = c->o + half * 64 + (int64_t)chunk * K_CHUNK * row;
-    for (int i = t; i < n * 8; i += 128)
-        *(uint4 *)(o + (i >> 3) * row + (i & 7) * 8) =
-            *(const uint4 *)(tile + tile_off(i >> 3, i & 7));
-}
-
-/* All but the `PENDING` newest bulk stores of thread 0 have read their tiles. */
-template <int PENDING> __device__ static inline void out_reusable(int t)
-{
-    if (t == 0)
-        asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
-}
-
-/* ---- loads, the same for both bodies */
-
-/* HALVES of V: tiles of 64 columns. */
-template <int HALVES> struct chain_stage {
+struct chain_stage {
     uint8_t K[2 * TILE_BYTES];
     uint8_t Q[2 * TILE_BYTES];
-    uint8_t V[HALVES][TILE_BYTES];
+    uint8_t V[TILE_BYTES]; /* this half's 64 columns */
     uint8_t A[TILE_BYTES];
     uint8_t P[TILE_BYTES];
 };
 
-template <class SMEM> __device__ static inline void barriers_init(SMEM *s)
+struct split_smem {
+    struct chain_stage stage[STAGES];
+    uint4 sb[8][128];           /* S as A operand, thread by thread */
+    uint4 vb[4][128];           /* Vn likewise */
+    uint8_t out[2][TILE_BYTES]; /* O on its way to memory */
+    __align__(16) float gates[STAGES][128];
+    uint64_t full[STAGES];     /* 1 arrival and the copy's bytes */
+    uint64_t clean[STAGES];    /* 32: tail rows are zeroed; used by the last chunk alone */
+    uint64_t empty[STAGES];    /* 256: state and output are done with the stage */
+    uint64_t sb_full, sb_free; /* 128 each */
+    uint64_t vb_full, vb_free;
+};
+
+__device__ static inline void barriers_init(struct split_smem *s)
 {
     for (int i = 0; i < STAGES; i++) {
         mbar_init(&s->full[i], 1);
@@ -204,20 +54,18 @@ template <class SMEM> __device__ static inline void barriers_init(SMEM *s)
     fence_async();
 }
 
-template <int HALVES, class SMEM>
 __device__ static inline void chain_load(const struct k_gdn_delta *a, const struct gdn_maps *m,
-                                         const struct hopper_ctx *c, SMEM *s, int half,
+                                         const struct hopper_ctx *c, struct split_smem *s, int half,
                                          int chunk)
 {
     int i = chunk % STAGES, t = c->tok + chunk * K_CHUNK;
-    struct chain_stage<HALVES> *st = &s->stage[i];
+    struct chain_stage *st = &s->stage[i];
     const struct gdn_unit *u =
         (const struct gdn_unit *)a->work + c->unit + (int64_t)chunk * a->d.HV;
-    mbar_expect(&s->full[i], sizeof(struct chain_stage<HALVES>) + sizeof u->gates);
+    mbar_expect(&s->full[i], sizeof(struct chain_stage) + sizeof u->gates);
     tma_load3(st->K, &m->k, &s->full[i], 0, c->kh, t);
     tma_load3(st->K + TILE_BYTES, &m->k, &s->full[i], 64, c->kh, t);
-    for (int v = 0; v < HALVES; v++)
-        tma_load3(st->V[v], &m->v, &s->full[i], (half + v) * 64, c->h, t);
+    tma_load3(st->V, &m->v, &s->full[i], half * 64, c->h, t);
     bulk_load(st->A, u->A, TILE_BYTES, &s->full[i]);
     bulk_load(s->gates[i], u->gates, sizeof u->gates, &s->full[i]);
     tma_load3(st->Q, &m->q, &s->full[i], 0, c->kh, t);
@@ -251,10 +99,9 @@ __device__ static inline int units_ready(const struct k_gdn_delta *a,
 }
 
 /* One warp. */
-template <int HALVES, class SMEM>
 __device__ static inline void
 chain_producer(const struct k_gdn_delta *a, const struct gdn_maps *m,
-               const struct hopper_ctx *c, SMEM *s, int half, int lane, bool beside)
+               const struct hopper_ctx *c, struct split_smem *s, int half, int lane, bool beside)
 {
     int ready = beside ? 0 : c->n_chunks;
     if (!beside)
@@ -265,7 +112,7 @@ chain_producer(const struct k_gdn_delta *a, const struct gdn_maps *m,
         if (i >= STAGES)
             mbar_wait(&s->empty[i % STAGES], (i / STAGES - 1) & 1);
         if (lane == 0)
-            chain_load<HALVES>(a, m, c, s, half, i);
+            chain_load(a, m, c, s, half, i);
     }
     if (beside)
         grid_wait();
@@ -273,14 +120,13 @@ chain_producer(const struct k_gdn_delta *a, const struct gdn_maps *m,
     if (n == K_CHUNK)
         return;
     mbar_wait(&s->full[last % STAGES], (last / STAGES) & 1);
-    zero_rows(s->stage[last % STAGES].K, 4 + HALVES, n, lane, 32);
+    zero_rows(s->stage[last % STAGES].K, 5, n, lane, 32);
     fence_async();
     mbar_arrive(&s->clean[last % STAGES]);
 }
 
 /* Waits for chunk i's tiles. */
-template <class SMEM>
-__device__ static inline void chunk_wait(const struct hopper_ctx *c, SMEM *s, int i)
+__device__ static inline void chunk_wait(const struct hopper_ctx *c, struct split_smem *s, int i)
 {
     mbar_wait(&s->full[i % STAGES], (i / STAGES) & 1);
     if (rows_of(c, i) < K_CHUNK)
@@ -289,19 +135,6 @@ __device__ static inline void chunk_wait(const struct hopper_ctx *c, SMEM *s, in
 
 /* ---- split */
 
-struct split_smem {
-    struct chain_stage<1> stage[STAGES];
-    uint4 sb[8][128];           /* S as A operand, thread by thread */
-    uint4 vb[4][128];           /* Vn likewise */
-    uint8_t out[2][TILE_BYTES]; /* O on its way to memory */
-    __align__(16) float gates[STAGES][128];
-    uint64_t full[STAGES];     /* 1 arrival and the copy's bytes */
-    uint64_t clean[STAGES];    /* 32: tail rows are zeroed; used by the last chunk alone */
-    uint64_t empty[STAGES];    /* 256: state and output are done with the stage */
-    uint64_t sb_full, sb_free; /* 128 each */
-    uint64_t vb_full, vb_free;
-};
-
 /* What the state chain reads of a chunk besides its products' tiles. */
 struct chunk_regs {
     uint32_t v[4][4];
@@ -309,10 +142,10 @@ struct chunk_regs {
     float last;
 };
 
-__device__ static inline void chunk_load(struct chunk_regs *r, const struct chain_stage<1> *st,
+__device__ static inline void chunk_load(struct chunk_regs *r, const struct chain_stage *st,
                                          const float *gates, int warp)
 {
-    value_load(r->v, smem_addr(st->V[0]), warp);
+    value_load(r->v, smem_addr(st->V), warp);
     tokens_load(r->eg, gates);
     tokens_load(r->el, gates + 64);
     r->last = gates[63];
@@ -331,7 +164,7 @@ __device__ static inline void split_state(const struct k_gdn_delta *a,
     }
     int j = 0; /* stage of chunk i */
     for (int i = 0; i < c->n_chunks; i++) {
-        struct chain_stage<1> *st = &s->stage[j];
+        struct chain_stage *st = &s->stage[j];
         int save = gdn_save_slot(a, c->first + i);
         uint32_t sb[8][4];
 #pragma unroll
@@ -399,7 +232,7 @@ __device__ static inline void split_output(const struct k_gdn_delta *a,
 {
     int j = 0; /* stage of chunk i */
     for (int i = 0; i < c->n_chunks; i++) {
-        struct chain_stage<1> *st = &s->stage[j];
+        struct chain_stage *st = &s->stage[j];
         uint32_t sb[8][4], vn[4][4];
         float2 e[8];
         chunk_wait(c, s, i);
@@ -464,107 +297,7 @@ __global__ static void __launch_bounds__(HOPPER_THREADS, 1)
     } else {
         reg_dealloc<48>();
         if (warp == 8 && c.n_chunks > 0)
-            chain_producer<1>(&a, &maps, &c, s, half, threadIdx.x & 31, beside);
-    }
-}
-
-/* ---- pair */
-
-struct pair_smem {
-    struct chain_stage<2> stage[STAGES];
-    __align__(16) float gates[STAGES][128];
-    uint64_t full[STAGES];  /* 1 arrival and the copy's bytes */
-    uint64_t clean[STAGES]; /* 32: tail rows are zeroed; used by the last chunk alone */
-    uint64_t empty[STAGES]; /* 256: both halves are done with the stage */
-};
-
-/* Chain and output of one half of V. */
-__device__ static inline void pair_chain(const struct k_gdn_delta *a, const struct gdn_maps *m,
-                                         const struct hopper_ctx *c, struct pair_smem *s,
-                                         int half, int t)
-{
-    float S[16][4];
-    state_load(S, c, half, t);
-    int j = 0; /* stage of chunk i */
-    for (int i = 0; i < c->n_chunks; i++) {
-        struct chain_stage<2> *st = &s->stage[j];
-        const float *eg = s->gates[j], *el = eg + 64;
-        int save = gdn_save_slot(a, c->first + i);
-        uint32_t sb[8][4], f[4][4], v[4][4];
-        float2 e[8];
-#pragma unroll
-        for (int ks = 0; ks < 8; ks++)
-            frag_pack(sb[ks], S[2 * ks], S[2 * ks + 1]);
-        chunk_wait(c, s, i);
-        float x[8][4], O[8][4];
-        wg_fence();
-        wg_kmajor<8>(x, sb, smem_addr(st->K), 0);
-        wg_commit();
-        wg_kmajor<8>(O, sb, smem_addr(st->Q), 0);
-        wg_commit();
-        value_load(v, smem_addr(st->V[half]), t >> 5);
-        tokens_load(e, eg);
-        wg_wait<1>();
-        wg_pin<8>(x);
-        residual(f, x, v, e);
-        wg_fence();
-        wg_kmajor<4>(x, f, smem_addr(st->A), 0);
-        wg_commit();
-        float last = eg[63];
-#pragma unroll
-        for (int k = 0; k < 64; k++)
-            S[k >> 2][k & 3] = __fmul_rn(S[k >> 2][k & 3], last);
-        wg_wait<1>();
-        wg_pin<8>(O);
-        scale_tokens(O, e);
-        tokens_load(e, el);
-        wg_wait<0>();
-        wg_pin<8>(x);
-        uint32_t vn[4][4];
-        pack64(vn, x);
-        scale_tokens(x, e);
-        pack64(f, x);
-        wg_fence();
-        wg_kmajor<4>(O, vn, smem_addr(st->P), 1);
-        wg_commit();
-        wg_nmajor(S, f, smem_addr(st->K));
-        wg_commit();
-        wg_wait<1>();
-        wg_pin<8>(O);
-        out_store(O, st->V[half], &m->o, c, half, i, (int64_t)a->d.HV * GDN_D, t, 1 + half);
-        wg_wait<0>();
-        wg_pin<16>(S);
-        out_reusable<0>(t);
-        fence_async();
-        mbar_arrive(&s->empty[j]);
-        if (save >= 0)
-            state_store(S, gdn_state(a, save, c->h), half, t);
-        j = j == STAGES - 1 ? 0 : j + 1;
-    }
-    state_store(S, c->S, half, t);
-}
-
-__global__ static void __launch_bounds__(HOPPER_THREADS, 1)
-    gdn_pair_kernel(struct k_gdn_delta a, const __grid_constant__ struct gdn_maps maps,
-                    bool beside)
-{
-    extern __shared__ __align__(1024) uint8_t raw[];
-    struct pair_smem *s = (struct pair_smem *)raw;
-    int group = threadIdx.x >> 7, t = threadIdx.x & 127;
-    struct hopper_ctx c =
-        hopper_context(&a, a.b.seq_order[blockIdx.x / a.d.HV], blockIdx.x % a.d.HV);
-    if (c.n_chunks == 0 && !c.fresh)
-        return;
-    if (threadIdx.x == 0)
-        barriers_init(s);
-    __syncthreads();
-    if (group == 0) {
-        reg_dealloc<40>();
-        if (t < 32 && c.n_chunks > 0)
-            chain_producer<2>(&a, &maps, &c, s, 0, t, beside);
-    } else {
-        reg_alloc<232>();
-        pair_chain(&a, &maps, &c, s, group - 1, t);
+            chain_producer(&a, &maps, &c, s, half, threadIdx.x & 31, beside);
     }
 }
 
@@ -593,12 +326,11 @@ cudaError_t gdn_delta_hopper(const struct k_gdn_delta *a, int32_t body, bool bes
         e = make_map(&m.o, a->o, T, a->d.HV);
     if (e != cudaSuccess)
         return e;
-    bool split = body == K_GDN_SPLIT;
-    size_t smem = split ? sizeof(struct split_smem) : sizeof(struct pair_smem);
-    e = split ? cudaFuncSetAttribute(gdn_split_kernel,
-                                     cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem)
-              : cudaFuncSetAttribute(gdn_pair_kernel,
-                                     cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
+    if (body == K_GDN_FUSED)
+        return gdn_fused(a, &m.o, stream);
+    size_t smem = sizeof(struct split_smem);
+    e = cudaFuncSetAttribute(gdn_split_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             (int)smem);
     if (e != cudaSuccess)
         return e;
     /* Begins beside gdn_prep; the loading warp waits for its end, or unit by unit. */
@@ -606,12 +338,11 @@ cudaError_t gdn_delta_hopper(const struct k_gdn_delta *a, int32_t body, bool bes
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)(a->b.n_seqs * a->d.HV * (split ? 2 : 1)));
+    config.gridDim = dim3((unsigned)(a->b.n_seqs * a->d.HV * 2));
     config.blockDim = dim3(HOPPER_THREADS);
     config.dynamicSmemBytes = smem;
     config.stream = stream;
     config.attrs = &overlap;
     config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, split ? gdn_split_kernel : gdn_pair_kernel, *a, m,
-                              beside);
+    return cudaLaunchKernelEx(&config, gdn_split_kernel, *a, m, beside);
 }

@@ -1,33 +1,35 @@
 /* What is parallel over the chunks of the gated delta rule: gates, the unit lower triangular
- * inverse, the masked Q K^T. One group of 4 warps, one (chunk, key head) and its value heads.
+ * inverse, the masked Q K^T. One group of 4 warps, one (chunk, value head).
  *
  * gdn.md 1.2, gated form. With gamma the inclusive sum of g inside the chunk and
  * D_ij = exp(gamma_i - gamma_j), i >= j:
  *   P = (Q K^T) o D, diagonal included;  L = strictly lower part of diag(beta) (K K^T) o D;
  *   A = (I + L)^-1 diag(beta);  eg_i = exp(gamma_i);  el_i = exp(gamma_last - gamma_i).
- * The inverse T (derived here): block rows of 16, warp w owns row w. T_ww by forward
- * substitution in f32, a column a lane; M_wj = -T_ww L_wj; T_wc = sum_{j=c}^{w-1} M_wj T_jc.
- * Block products take both operands as bf16 high + low parts (3 products, 16 bits of mantissa),
- * f32 sums in a fixed order. Never powers of L.
- * Rows past the chunk's end have q = k = 0, g = beta = 0: rows and columns of A become 0. */
+ * The inverse T (derived here), in blocks of 16x16, w a block row. Its diagonal block: two 8x8 by
+ * forward substitution in f32, merged. Then M_wj = -T_ww L_wj; T_wc = sum_{j=c}^{w-1} M_wj T_jc.
+ * Below the diagonal D_ij = 2^(gamma_i - gamma_r) 2^(gamma_r - gamma_j) with r the block row's
+ * first row, j < r <= i, both factors <= 1: so M_wj = -(T_ww diag(beta row)) (K K^T)_wj diag(col),
+ * and L itself is formed on the diagonal alone. K K^T, T and M are f16 operands (11 bits: entries
+ * of K K^T and T are at most 1 for unit keys and beta <= 1), sums f32 in a fixed order. Never
+ * powers of L.
+ * Rows past the chunk's end have q = k = 0, g = beta = 0: rows and columns of A become 0.
+ *
+ * What this part waits for is latency and instruction fetches, not arithmetic: few instructions, and
+ * one copy of the code for all warps but where it is masked. */
 #ifndef PREFILLD_GDN_SOLVE_CUH
 #define PREFILLD_GDN_SOLVE_CUH
 
-#include "tile.cuh"
+#include <cuda_fp16.h>
 
-enum { SOLVE_LD = 20 }; /* row of a diagonal block in floats: stores fall in 32 banks */
+#include "hopper.cuh"
 
-/* Private to warp w each: its own copy saves barriers. */
-struct gate_smem {
-    float gamma[4][64]; /* sum of g times log2 e */
-    float beta[4][64];
-    float col[4][2][64]; /* 2^(gamma_r - gamma_j) for block rows w and 3 - w */
-};
-
-struct solve_smem {
-    float diag[4][16 * SOLVE_LD]; /* L_ww transposed, private to warp w */
-    uint8_t block[10][1024];      /* T_wc at w (w + 1) / 2 + c: 4 8x8 of high, 4 of low parts,
-                                     each of T_ww transposed */
+/* The gates of a chunk; gamma is the sum of g times log2 e. */
+struct gate_table {
+    float gamma[64];
+    float beta[64];
+    float row[64];    /* 2^(gamma_i - gamma_r), r the first row of i's block row */
+    float col[96];    /* 2^(gamma_r - gamma_j), j < r; r = 16, 32, 48 at 0, 16, 48 */
+    float eg[64], el[64];
 };
 
 /* Two rows of a chunk a lane: 2 lane, 2 lane + 1. */
@@ -48,354 +50,460 @@ __device__ static inline struct gate_regs gates_load(const float *g, const float
     return r;
 }
 
-/* Fills this warp's gamma, beta and column factors of block rows W and 3 - W; warp 0 also
- * writes eg [64] | el [64]. */
-__device__ static inline void gates_scan(struct gate_smem *s, int W, struct gate_regs r,
-                                         float *eg_el)
+__device__ static inline float2 exp2_below(float2 x)
+{
+    return make_float2(exp2_fast(fminf(x.x, 0.0f)), exp2_fast(fminf(x.y, 0.0f)));
+}
+
+/* One warp fills a chunk's table. */
+__device__ static inline void gates_scan(struct gate_table *s, struct gate_regs r)
 {
     const float log2e = 1.4426950408889634f;
     int lane = threadIdx.x & 31;
     float g0 = __fmul_rn(r.g[0], log2e);
-    float scan =
+    float g1 =
         __fadd_rn(g0, __fmul_rn(r.g[1], log2e)); /* never fused: one result everywhere */
 #pragma unroll
     for (int m = 1; m < 32; m <<= 1) {
-        float up = __shfl_up_sync(0xffffffffu, scan, m);
-        scan += lane >= m ? up : 0.0f;
+        float up = __shfl_up_sync(0xffffffffu, g1, m);
+        g1 += lane >= m ? up : 0.0f;
     }
-    float before = __shfl_up_sync(0xffffffffu, scan, 1);
+    float before = __shfl_up_sync(0xffffffffu, g1, 1);
     g0 += lane == 0 ? 0.0f : before;
-    float last = __shfl_sync(0xffffffffu, scan, 31);
-    float ref_a = __shfl_sync(0xffffffffu, g0, 8 * W);
-    float ref_p = __shfl_sync(0xffffffffu, g0, 8 * (3 - W));
-    __syncwarp();
-    *(float2 *)&s->gamma[W][2 * lane] = make_float2(g0, scan);
-    *(float2 *)&s->beta[W][2 * lane] = make_float2(r.beta[0], r.beta[1]);
-    *(float2 *)&s->col[W][0][2 * lane] =
-        make_float2(exp2_fast(fminf(ref_a - g0, 0.0f)), exp2_fast(fminf(ref_a - scan, 0.0f)));
-    *(float2 *)&s->col[W][1][2 * lane] =
-        make_float2(exp2_fast(fminf(ref_p - g0, 0.0f)), exp2_fast(fminf(ref_p - scan, 0.0f)));
-    if (W == 0) {
-        *(float2 *)&eg_el[2 * lane] = make_float2(exp2_fast(g0), exp2_fast(scan));
-        *(float2 *)&eg_el[64 + 2 * lane] =
-            make_float2(exp2_fast(fminf(last - g0, 0.0f)), exp2_fast(fminf(last - scan, 0.0f)));
+    float last = __shfl_sync(0xffffffffu, g1, 31);
+    float ref = __shfl_sync(0xffffffffu, g0, lane & 24);
+    *(float2 *)&s->gamma[2 * lane] = make_float2(g0, g1);
+    *(float2 *)&s->beta[2 * lane] = make_float2(r.beta[0], r.beta[1]);
+    *(float2 *)&s->row[2 * lane] = exp2_below(make_float2(g0 - ref, g1 - ref));
+#pragma unroll
+    for (int w = 1; w < 4; w++) {
+        ref = __shfl_sync(0xffffffffu, g0, 8 * w);
+        if (lane < 8 * w)
+            *(float2 *)&s->col[8 * w * (w - 1) + 2 * lane] =
+                exp2_below(make_float2(ref - g0, ref - g1));
     }
-    __syncwarp();
+    *(float2 *)&s->eg[2 * lane] = make_float2(exp2_fast(g0), exp2_fast(g1));
+    *(float2 *)&s->el[2 * lane] = exp2_below(make_float2(last - g0, last - g1));
 }
 
-/* acc_ij *= f_i D_ij for j <= i (j < i when strict), else 0, in block row R: column tiles 0 ..
- * 2 R + 1. f: this thread's two rows. Off the diagonal D_ij = 2^(gamma_i - gamma_r)
- * 2^(gamma_r - gamma_j) with r the block row's first row, j < r <= i: both factors <= 1, the
- * second one from `col`. */
-template <int R>
-__device__ static inline void decay_mask(const float *gamma, const float *col,
-                                         float acc[2 * R + 2][4], const float f[2], bool strict)
+/* ---- 16x16 blocks: f16 or bf16 pairs in A operand order ---- */
+
+__device__ static inline uint32_t pack2h(float a, float b)
 {
-    int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    float gr = gamma[16 * R];
-    float gi[2] = {gamma[16 * R + g], gamma[16 * R + g + 8]};
-    float fi[2] = {f[0] * exp2_fast(fminf(gi[0] - gr, 0.0f)),
-                   f[1] * exp2_fast(fminf(gi[1] - gr, 0.0f))};
+    uint32_t r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(b), "f"(a));
+    return r;
+}
+
+__device__ static inline float2 unpack2h(uint32_t x)
+{
+    return __half22float2(*(const __half2 *)&x);
+}
+
+__device__ static inline void mma16816h(float c[4], const uint32_t a[4], uint32_t b0,
+                                        uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, "
+        "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* c = A B of 8x8 blocks; a: pairs of row g; b: pairs of row g of B. Rows 8 .. 15 are unused. */
+__device__ static inline float2 mma8h(uint32_t a, uint32_t b)
+{
+    float c[4] = {};
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a), "r"(0), "r"(movm_t(b)));
+    return make_float2(c[0], c[1]);
+}
+
+/* This lane's address for block (row, col): exclusive or with col << 5 goes to another column. */
+__device__ static inline uint32_t block_row(uint32_t tile, int row)
+{
+    int lane = tid_again() & 31;
+    return tile + (16 * row + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+}
+
+__device__ static inline void block_store(uint32_t at, const uint32_t r[4])
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+#else
+    int lane = threadIdx.x & 31;
 #pragma unroll
-    for (int nt = 0; nt < 2 * R; nt++) {
-        float2 c = *(const float2 *)&col[8 * nt + 2 * t];
-        acc[nt][0] = __fmul_rn(__fmul_rn(acc[nt][0], fi[0]), c.x);
-        acc[nt][1] = __fmul_rn(__fmul_rn(acc[nt][1], fi[0]), c.y);
-        acc[nt][2] = __fmul_rn(__fmul_rn(acc[nt][2], fi[1]), c.x);
-        acc[nt][3] = __fmul_rn(__fmul_rn(acc[nt][3], fi[1]), c.y);
+    for (int q = 0; q < 4; q++) {
+        uint32_t row = __shfl_sync(0xffffffffu, at, 8 * q + (lane >> 2));
+        st_shared2(row + (lane & 3) * 4, r[q]);
     }
-    int edge = strict ? 1 : 0;
+#endif
+}
+
+/* acc += M T_jc, the latter at `at`. */
+__device__ static inline void block_step(float acc[2][4], const uint32_t m[4], uint32_t at)
+{
+    uint32_t b[4];
+    ldsm4_t(b, at);
+    mma16816h(acc[0], m, b[0], b[1]);
+    mma16816h(acc[1], m, b[2], b[3]);
+}
+
+__device__ static inline void block_pack(uint32_t r[4], const float c[2][4])
+{
+    r[0] = pack2h(c[0][0], c[0][1]), r[1] = pack2h(c[0][2], c[0][3]);
+    r[2] = pack2h(c[1][0], c[1][1]), r[3] = pack2h(c[1][2], c[1][3]);
+}
+
+/* ---- a unit ---- */
+
+/* X K^T, this warp's 16 rows; X, K [64, 128], tail rows 0. Columns right of its block row are not
+ * defined. Hopper: by all 4 warps, begun here and over after prep_product_wait. */
+__device__ static inline void prep_product(float acc[8][4], uint32_t X, uint32_t K, int warp)
+{
+#if __CUDA_ARCH__ >= 900
+    uint64_t x = desc_kmajor(X), k = desc_kmajor(K);
+    wg_fence();
 #pragma unroll
-    for (int nt = 0; nt < 2; nt++) {
-        float2 gj = *(const float2 *)&gamma[16 * R + 8 * nt + 2 * t];
+    for (int ks = 0; ks < 8; ks++) {
+        uint64_t at = (ks >> 2) * 512 + (ks & 3) * 2;
+        wg_ss64(acc, x + at, k + at, ks > 0);
+    }
+    wg_commit();
+#else
+    int lane = threadIdx.x & 31, m = lane >> 3;
+    uint32_t at_x = block_row(X, warp);
+    uint32_t at_k = K + ((m >> 1) * 8 + (lane & 7)) * 128 + (((m & 1) ^ (lane & 7)) << 4);
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            float d = exp2_fast(fminf(gi[e >> 1] - (e & 1 ? gj.y : gj.x), 0.0f));
-            float x = __fmul_rn(__fmul_rn(acc[2 * R + nt][e], f[e >> 1]), d);
-            acc[2 * R + nt][e] = 8 * nt + 2 * t + (e & 1) + edge <= g + (e >> 1) * 8 ? x : 0.0f;
+    for (int i = 0; i < 32; i++)
+        acc[i >> 2][i & 3] = 0.0f;
+#pragma unroll 2
+    for (int ks = 0; ks < 8; ks++) {
+        uint32_t a[4], b[4], x = (ks & 3) << 5, panel = (ks >> 2) * TILE_BYTES;
+        ldsm4(a, (at_x ^ x) + panel);
+#pragma unroll
+        for (int np = 0; np < 4; np++) {
+            if (np > warp)
+                continue;
+            ldsm4(b, (at_k ^ x) + panel + np * 2048);
+            mma16816(acc[2 * np], a, b[0], b[1]);
+            mma16816(acc[2 * np + 1], a, b[2], b[3]);
         }
     }
+#endif
 }
 
-/* Block row R, column tiles 0 .. 2 R + 1, into a swizzled tile; the others become 0. x: pairs
- * of bf16 for row g and row g + 8. */
-template <int R>
-__device__ static inline void tile_store(uint32_t tile, const uint32_t x[2 * R + 2][2])
+__device__ static inline void prep_product_wait(float acc[8][4])
 {
-    int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    uint32_t base = tile + (16 * R + g) * 128 + (g << 4) + t * 4;
+#if __CUDA_ARCH__ >= 900
+    wg_wait<0>();
+    wg_pin<8>(acc);
+#endif
+}
+
+/* This warp's rows of K K^T as f16 to a tile; what is right of its block row is not touched. */
+template <int W>
+__device__ static inline void store_rows(uint32_t tile, const float acc[8][4])
+{
+    uint32_t at = block_row(tile, W), r[4];
 #pragma unroll
-    for (int nt = 0; nt < 8; nt++) {
-        bool zero = nt > 2 * R + 1;
-        uint32_t at = base ^ (nt << 4);
-        st_shared2(at, zero ? 0 : x[nt][0]);
-        st_shared2(at + 8 * 128, zero ? 0 : x[nt][1]);
+    for (int c = 0; c <= W; c++) {
+        block_pack(r, acc + 2 * c);
+        block_store(at ^ (c << 5), r);
     }
 }
 
-template <int N>
-__device__ static inline void pack_rows(uint32_t x[N][2], const float acc[N][4])
+/* This warp's rows of P from Q K^T, into a tile whose blocks above the diagonal are not touched. */
+template <int W>
+__device__ static inline void mask_rows(const struct gate_table *s, uint32_t tile,
+                                        const float acc[8][4])
 {
+    int lane = tid_again() & 31, g = lane >> 2, t = lane & 3, row = 16 * W + g;
+    float f[2] = {s->row[row], s->row[row + 8]};
+    uint32_t at = block_row(tile, W), r[4];
+    const float *col = s->col + 8 * W * (W - 1) + 2 * t;
 #pragma unroll
-    for (int nt = 0; nt < N; nt++) {
-        x[nt][0] = pack2(acc[nt][0], acc[nt][1]);
-        x[nt][1] = pack2(acc[nt][2], acc[nt][3]);
-    }
-}
-
-/* A 16x16 f32 block in accumulator layout as high and low bf16 parts in A operand order. */
-__device__ static inline void split_block(const float c[2][4], uint32_t hi[4], uint32_t lo[4])
-{
-    frag_pack(hi, c[0], c[1]);
+    for (int c = 0; c < W; c++) {
+        float x[2][4];
 #pragma unroll
-    for (int q = 0; q < 4; q++) {
-        const float *v = &c[q >> 1][2 * (q & 1)];
-        lo[q] = pack2(v[0] - lo2(hi[q]), v[1] - hi2(hi[q]));
-    }
-}
-
-/* acc += A B, each operand in two parts; b in B operand order. */
-__device__ static inline void block_mma(float acc[2][4], const uint32_t ahi[4],
-                                        const uint32_t alo[4], const uint32_t bhi[4],
-                                        const uint32_t blo[4])
-{
-#pragma unroll
-    for (int c = 0; c < 2; c++) {
-        mma16816(acc[c], alo, bhi[2 * c], bhi[2 * c + 1]);
-        mma16816(acc[c], ahi, blo[2 * c], blo[2 * c + 1]);
-        mma16816(acc[c], ahi, bhi[2 * c], bhi[2 * c + 1]);
-    }
-}
-
-__device__ static inline uint32_t block_addr(struct solve_smem *s, int w, int c)
-{
-    return smem_addr(s->block[w * (w + 1) / 2 + c]);
-}
-
-__device__ static inline void block_store(struct solve_smem *s, int w, int c,
-                                          const uint32_t hi[4], const uint32_t lo[4])
-{
-    uint32_t at = block_addr(s, w, c) + (threadIdx.x & 31) * 4;
-#pragma unroll
-    for (int q = 0; q < 4; q++) {
-        st_shared2(at + q * 128, hi[q]);
-        st_shared2(at + 512 + q * 128, lo[q]);
-    }
-}
-
-/* acc += (mhi, mlo) T_jc with T_jc from shared memory. */
-__device__ static inline void block_step(struct solve_smem *s, float acc[2][4],
-                                         const uint32_t mhi[4], const uint32_t mlo[4], int j,
-                                         int c)
-{
-    uint32_t bhi[4], blo[4];
-    uint32_t at = block_addr(s, j, c) + (threadIdx.x & 31) * 16;
-    if (j == c) {
-        ldsm4(bhi, at);
-        ldsm4(blo, at + 512);
-    } else {
-        ldsm4_t(bhi, at);
-        ldsm4_t(blo, at + 512);
-    }
-    block_mma(acc, mhi, mlo, bhi, blo);
-}
-
-/* T_ww = (I + L_ww)^-1 by forward substitution, column lane & 15; both half-warps do the same,
- * the first writes high parts, the second low parts. */
-__device__ static inline void solve_diag(struct solve_smem *s, int warp, const float c[2][4])
-{
-    int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    float *d = s->diag[warp];
-#pragma unroll
-    for (int nt = 0; nt < 2; nt++)
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            d[(8 * nt + 2 * t + (e & 1)) * SOLVE_LD + g + (e >> 1) * 8] = c[nt][e];
-    __syncwarp();
-    int col = lane & 15;
-    float x[16];
-#pragma unroll
-    for (int i = 0; i < 16; i++)
-        x[i] = i == col ? 1.0f : 0.0f;
-#pragma unroll
-    for (int j = 0; j < 15; j++) {
-#pragma unroll
-        for (int q = (j + 1) / 4; q < 4; q++) {
-            float4 l = *(const float4 *)&d[j * SOLVE_LD + 4 * q];
-            const float lv[4] = {l.x, l.y, l.z, l.w};
+        for (int nt = 0; nt < 2; nt++) {
+            float2 cj = *(const float2 *)&col[16 * c + 8 * nt];
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                if (4 * q + e > j)
-                    x[4 * q + e] = fmaf(-lv[e], x[j], x[4 * q + e]);
+                x[nt][e] = __fmul_rn(__fmul_rn(acc[2 * c + nt][e], f[e >> 1]),
+                                     e & 1 ? cj.y : cj.x);
+        }
+        frag_pack(r, x[0], x[1]);
+        block_store(at ^ (c << 5), r);
+    }
+    float gi[2] = {s->gamma[row], s->gamma[row + 8]}, d[2][4];
+#pragma unroll
+    for (int nt = 0; nt < 2; nt++) {
+        float2 gj = *(const float2 *)&s->gamma[16 * W + 8 * nt + 2 * t];
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            int i = g + (e >> 1) * 8, j = 8 * nt + 2 * t + (e & 1);
+            float x = exp2_fast(fminf(gi[e >> 1] - (e & 1 ? gj.y : gj.x), 0.0f));
+            d[nt][e] = j <= i ? __fmul_rn(acc[2 * W + nt][e], x) : 0.0f;
         }
     }
-    uint32_t out[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        uint32_t hi = pack2(x[2 * i], x[2 * i + 1]);
-        uint32_t lo = pack2(x[2 * i] - lo2(hi), x[2 * i + 1] - hi2(hi));
-        out[i] = lane < 16 ? hi : lo;
-    }
-    uint4 *at = (uint4 *)(s->block[warp * (warp + 1) / 2 + warp] + (lane >> 4) * 512 +
-                          (col >> 3) * 256 + (col & 7) * 16);
-    at[0] = make_uint4(out[0], out[1], out[2], out[3]);
-    at[8] = make_uint4(out[4], out[5], out[6], out[7]);
-    __syncwarp();
+    frag_pack(r, d[0], d[1]);
+    block_store(at ^ (W << 5), r);
 }
 
-/* acc: L in accumulator layout on entry, block row W, T_WW solved already; T on exit. All 4
- * warps of the group call it; `barrier` is the group's. */
-template <int W>
-__device__ static inline void solve_inverse(struct solve_smem *s, float acc[8][4], int barrier)
+/* A copy of the code for each warp: a bound known at compile time is worth more than one copy. */
+__device__ static inline void prep_store_kk(uint32_t tile, int warp, const float acc[8][4])
 {
-    uint32_t thi[4], tlo[4], mhi[W + 1][4], mlo[W + 1][4];
-    uint32_t at = block_addr(s, W, W) + (threadIdx.x & 31) * 16;
-    ldsm4_t(thi, at);
-    ldsm4_t(tlo, at + 512);
+    if (warp == 0)
+        store_rows<0>(tile, acc);
+    else if (warp == 1)
+        store_rows<1>(tile, acc);
+    else if (warp == 2)
+        store_rows<2>(tile, acc);
+    else
+        store_rows<3>(tile, acc);
+}
+
+__device__ static inline void prep_mask_qk(const struct gate_table *s, uint32_t tile, int warp,
+                                           const float acc[8][4])
+{
+    if (warp == 0)
+        mask_rows<0>(s, tile, acc);
+    else if (warp == 1)
+        mask_rows<1>(s, tile, acc);
+    else if (warp == 2)
+        mask_rows<2>(s, tile, acc);
+    else
+        mask_rows<3>(s, tile, acc);
+}
+
+/* ---- the inverse ---- */
+
+/* k beta_i D_ij of two neighbours of row i and columns from j on; 0 from the diagonal on. */
+__device__ static inline float2 diag_mask(uint32_t k, float gi, float beta, float2 gj, int i,
+                                          int j)
+{
+    float2 x = unpack2h(k);
+    float2 d = exp2_below(make_float2(gi - gj.x, gi - gj.y));
+    x.x = __fmul_rn(__fmul_rn(x.x, beta), d.x), x.y = __fmul_rn(__fmul_rn(x.y, beta), d.y);
+    return make_float2(j < i ? x.x : 0.0f, j + 1 < i ? x.y : 0.0f);
+}
+
+__device__ static inline uint32_t pack_by(float2 x, float2 f)
+{
+    return pack2h(__fmul_rn(x.x, f.x), __fmul_rn(x.y, f.y));
+}
+
+/* N diagonal blocks, at `at`, of block rows w: T in their place, T diag(beta row) as A operands in f.
+ * Each 8x8: a lane has row g, columns 2 q and 2 q + 1; step j takes row j, then final, from the rows
+ * below. */
+template <int N>
+__device__ static inline void solve_diag(const struct gate_table *s, const int w[N],
+                                         const uint32_t at[N], uint32_t f[N][4])
+{
+    int lane = tid_again() & 31, g = lane >> 2, q = lane & 3;
+    float2 l[N][2], x[N][2];
+    uint32_t below[N];
 #pragma unroll
-    for (int j = 0; j < W; j++) {
-        uint32_t hi[4], lo[4];
-        split_block(acc + 2 * j, hi, lo);
-#pragma unroll
-        for (int q = 0; q < 4; q++)
-            hi[q] = movm_t(hi[q]), lo[q] = movm_t(lo[q]);
-        float m[2][4] = {};
-        block_mma(m, thi, tlo, hi, lo);
-        split_block(m, mhi[j], mlo[j]);
-#pragma unroll
-        for (int q = 0; q < 4; q++)
-            mhi[j][q] ^= 0x80008000u, mlo[j][q] ^= 0x80008000u;
-#pragma unroll
-        for (int e = 0; e < 8; e++)
-            acc[2 * j + (e >> 2)][e & 3] = 0.0f;
+    for (int n = 0; n < N; n++) {
+        const float *gamma = s->gamma + 16 * w[n], *beta = s->beta + 16 * w[n];
+        float2 g0 = *(const float2 *)&gamma[2 * q], g1 = *(const float2 *)&gamma[8 + 2 * q];
+        uint32_t d[4];
+        ldsm4(d, at[n]);
+        l[n][0] = diag_mask(d[0], gamma[g], beta[g], g0, g, 2 * q);
+        l[n][1] = diag_mask(d[3], gamma[g + 8], beta[g + 8], g1, g, 2 * q);
+        float2 y = diag_mask(d[1], gamma[g + 8], beta[g + 8], g0, 8, 0);
+        below[n] = pack2h(y.x, y.y);
+        x[n][0] = make_float2(g == 2 * q ? 1.0f : 0.0f, g == 2 * q + 1 ? 1.0f : 0.0f);
+        x[n][1] = x[n][0];
     }
 #pragma unroll
+    for (int j = 0; j < 7; j++) {
+        int in_row = (lane & 28) | (j >> 1), row_j = 4 * j | q;
+#pragma unroll
+        for (int i = 0; i < 2 * N; i++) {
+            float2 *y = &x[i >> 1][i & 1];
+            float2 m = l[i >> 1][i & 1];
+            float e = __shfl_sync(0xffffffffu, j & 1 ? m.y : m.x, in_row);
+            float u = __shfl_sync(0xffffffffu, y->x, row_j);
+            float v = __shfl_sync(0xffffffffu, y->y, row_j);
+            y->x = fmaf(-e, u, y->x), y->y = fmaf(-e, v, y->y);
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        float2 x0 = x[n][0], x1 = x[n][1];
+        uint32_t t[4] = {pack2h(x0.x, x0.y), 0, 0, pack2h(x1.x, x1.y)};
+        float2 z = mma8h(below[n], t[0]);
+        float2 y = mma8h(t[3] ^ 0x80008000u, pack2h(z.x, z.y));
+        t[1] = pack2h(y.x, y.y);
+        block_store(at[n], t);
+        const float *row = s->row + 16 * w[n] + 2 * q, *beta = s->beta + 16 * w[n] + 2 * q;
+        float2 f0 = *(const float2 *)row, f1 = *(const float2 *)(row + 8);
+        float2 b0 = *(const float2 *)beta, b1 = *(const float2 *)(beta + 8);
+        f0 = make_float2(__fmul_rn(f0.x, b0.x), __fmul_rn(f0.y, b0.y));
+        f1 = make_float2(__fmul_rn(f1.x, b1.x), __fmul_rn(f1.y, b1.y));
+        f[n][0] = pack_by(x0, f0), f[n][1] = pack_by(y, f0);
+        f[n][2] = 0, f[n][3] = pack_by(x1, f1);
+    }
+}
+
+template <int THREADS> __device__ static inline void part_sync(int barrier)
+{
+    asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+
+template <int THREADS> __device__ static inline void part_arrive(int barrier)
+{
+    asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+
+/* M_wj from f = T_ww diag(beta row); (K K^T)_wj at `at`. */
+__device__ static inline void inverse_factor(const struct gate_table *s, int w, int j,
+                                             uint32_t m[4], const uint32_t f[4], uint32_t at)
+{
+    float x[2][4] = {};
+    block_step(x, f, at);
+    const float *col = s->col + 8 * w * (w - 1) + 16 * j + 2 * (tid_again() & 3);
+#pragma unroll
+    for (int nt = 0; nt < 2; nt++) {
+        float2 c = *(const float2 *)&col[8 * nt];
+        m[2 * nt] = pack_by(make_float2(x[nt][0], x[nt][1]), c) ^ 0x80008000u;
+        m[2 * nt + 1] = pack_by(make_float2(x[nt][2], x[nt][3]), c) ^ 0x80008000u;
+    }
+}
+
+/* A block of A from T's: times beta of its columns. */
+__device__ static inline void inverse_store(const float *beta, uint32_t at, const float t[2][4])
+{
+    float x[2][4];
+    uint32_t r[4];
+#pragma unroll
+    for (int nt = 0; nt < 2; nt++) {
+        float2 b = *(const float2 *)&beta[8 * nt + 2 * (tid_again() & 3)];
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            x[nt][e] = __fmul_rn(t[nt][e], e & 1 ? b.y : b.x);
+    }
+    frag_pack(r, x[0], x[1]);
+    block_store(at, r);
+}
+
+/* The same for a diagonal block, whose T is at `at` as f16. */
+__device__ static inline void inverse_store_diag(const float *beta, uint32_t at)
+{
+    uint32_t r[4];
+    float x[2][4];
+    ldsm4(r, at);
+#pragma unroll
     for (int q = 0; q < 4; q++) {
-        acc[2 * W + (q >> 1)][2 * (q & 1)] = lo2(thi[q]) + lo2(tlo[q]);
-        acc[2 * W + (q >> 1)][2 * (q & 1) + 1] = hi2(thi[q]) + hi2(tlo[q]);
+        float2 t = unpack2h(r[q]);
+        x[q >> 1][2 * (q & 1)] = t.x, x[q >> 1][2 * (q & 1) + 1] = t.y;
+    }
+    inverse_store(beta, at, x);
+}
+
+/* A in the place of K K^T; by 4 warps, which see all of it. Takes barriers `barrier` .. + 2. A block row
+ * is overwritten with A when no warp below it reads its T any more. */
+__device__ static inline void prep_inverse(const struct gate_table *s, uint32_t tile, int warp,
+                                           int barrier)
+{
+    uint32_t row = block_row(tile, warp), f[1][4], m[3][4];
+    float acc[3][2][4];
+    const uint32_t at[1] = {row ^ (warp << 5)};
+    const int w[1] = {warp};
+    solve_diag<1>(s, w, at, f);
+#pragma unroll
+    for (int j = 0; j < 3; j++) {
+#pragma unroll
+        for (int e = 0; e < 8; e++)
+            acc[j][e >> 2][e & 3] = 0.0f;
+        if (j < warp)
+            inverse_factor(s, warp, j, m[j], f[0], row ^ (j << 5));
     }
     /* Step d forms the terms with j - c = d: T_jc of the step before is then complete. */
 #pragma unroll
     for (int d = 0; d < 3; d++) {
-        group_sync(barrier);
+        if (d < 2)
+            part_sync<128>(barrier);
+        else if (warp > 0)
+            part_sync<96>(barrier + 1);
 #pragma unroll
-        for (int c = 0; c + d < W; c++) {
-            block_step(s, acc + 2 * c, mhi[c + d], mlo[c + d], c + d, c);
-            if (c + d == W - 1 && W < 3) {
-                uint32_t hi[4], lo[4];
-                split_block(acc + 2 * c, hi, lo);
-                block_store(s, W, c, hi, lo);
+        for (int c = 0; c + d < 3; c++) {
+            if (c + d >= warp)
+                continue;
+            block_step(acc[c], m[c + d], block_row(tile, c + d) ^ (c << 5));
+            if (c + d == warp - 1 && d < 2) {
+                uint32_t r[4];
+                block_pack(r, acc[c]);
+                block_store(row ^ (c << 5), r);
             }
         }
     }
+    if (warp > 1)
+        part_sync<64>(barrier + 2);
+#pragma unroll
+    for (int c = 0; c < 3; c++)
+        if (c < warp)
+            inverse_store(s->beta + 16 * c, row ^ (c << 5), acc[c]);
+    inverse_store_diag(s->beta + 16 * warp, row ^ (warp << 5));
 }
 
-/* Where a chunk's preparation works; shared memory addresses of tiles. */
-struct prep_places {
-    struct gate_smem *gates;
-    struct solve_smem *solve; /* may lie over Q */
-    uint32_t K, Q;            /* tail rows are 0 */
-    uint32_t A, P;            /* out; may lie over K */
-    float *eg_el;             /* out */
-};
-
-/* K K^T and Q K^T of warp W, before any gate: what the value heads of a key head share. Block row W
- * of K K^T at xp[0], block row 3 - W of Q K^T behind it. */
-template <int W>
-__device__ static inline void prep_products(const struct prep_places *s, float xp[10][4])
+/* The same by two warps, p of them 0 and 1, same bits: rows 0 and 3, rows 1 and 2. Each has two
+ * diagonal blocks and three below: (3, 2), (3, 1), (3, 0); (1, 0), (2, 1), (2, 0). Warp 1 needs
+ * only diagonals of warp 0, which then waits for it once. */
+__device__ static inline void prep_inverse_pair(const struct gate_table *s, uint32_t tile, int p,
+                                                int barrier)
 {
-    mm_lower<3 - W>(xp + 2 * W + 2, s->Q, s->K);
-    mm_lower<W>(xp, s->K, s->K);
-}
-
-/* Masks of warp W, and its part of P: L to x, its diagonal block to diag. */
-template <int W>
-__device__ static inline void prep_masks(const struct prep_places *s, const float xp[10][4],
-                                         float x[8][4], float diag[2][4])
-{
+    asm volatile("" : "+r"(p)); /* what follows from it is not worth registers around a loop */
+    uint32_t b0 = block_row(tile, 0), lo = b0 + p * 2048, hi = b0 + (3 - p) * 2048;
+    uint32_t f[2][4], m[3][4];
     {
-        const float one[2] = {1.0f, 1.0f};
-        uint32_t pp[2 * (3 - W) + 2][2];
-        float p[2 * (3 - W) + 2][4];
-#pragma unroll
-        for (int i = 0; i < 4 * (2 * (3 - W) + 2); i++)
-            p[i >> 2][i & 3] = xp[2 * W + 2 + (i >> 2)][i & 3];
-        decay_mask<3 - W>(s->gates->gamma[W], s->gates->col[W][1], p, one, false);
-        pack_rows<2 * (3 - W) + 2>(pp, p);
-        tile_store<3 - W>(s->P, pp);
+        const uint32_t at[2] = {lo ^ (p << 5), hi ^ ((3 - p) << 5)};
+        const int w[2] = {p, 3 - p};
+        solve_diag<2>(s, w, at, f);
     }
-    int lane = threadIdx.x & 31;
+    /* The columns of the three are col0, 1, 0. */
+    int col0 = p ? 0 : 2;
+    uint32_t at0 = (p ? lo : hi) ^ (col0 << 5);
 #pragma unroll
-    for (int i = 0; i < 4 * (2 * W + 2); i++)
-        x[i >> 2][i & 3] = xp[i >> 2][i & 3];
-    const float *b = s->gates->beta[W];
-    const float beta[2] = {b[16 * W + (lane >> 2)], b[16 * W + (lane >> 2) + 8]};
-    decay_mask<W>(s->gates->gamma[W], s->gates->col[W][0], x, beta, true);
-#pragma unroll
-    for (int e = 0; e < 8; e++)
-        diag[e >> 2][e & 3] = x[2 * W + (e >> 2)][e & 3];
-}
-
-/* The inverse and A of warp W. */
-template <int W>
-__device__ static inline void prep_inverse(const struct prep_places *s, float x[8][4],
-                                           int barrier)
-{
-    solve_inverse<W>(s->solve, x, barrier);
-    const float *b = s->gates->beta[W];
-#pragma unroll
-    for (int nt = 0; nt < 2 * W + 2; nt++) {
-        float2 bj = *(const float2 *)&b[8 * nt + 2 * (threadIdx.x & 3)];
-        x[nt][0] *= bj.x, x[nt][2] *= bj.x;
-        x[nt][1] *= bj.y, x[nt][3] *= bj.y;
+    for (int q = 0; q < 4; q++)
+        f[0][q] = p ? f[0][q] : f[1][q];
+    inverse_factor(s, p ? 1 : 3, col0, m[0], f[0], at0);
+    inverse_factor(s, 3 - p, 1, m[1], f[1], hi ^ (1 << 5));
+    inverse_factor(s, 3 - p, 0, m[2], f[1], hi);
+    part_sync<64>(barrier);
+    float acc[3][2][4] = {};
+    block_step(acc[0], m[0], p ? b0 : (b0 + 4096) ^ (2 << 5));
+    block_step(acc[1], m[1], (b0 + 2048) ^ (1 << 5));
+    block_step(acc[2], m[2], b0);
+    if (p) {
+        uint32_t r[4];
+        block_pack(r, acc[0]);
+        block_store(at0, r);
+        block_pack(r, acc[1]);
+        block_store(hi ^ (1 << 5), r);
+        __syncwarp();
+        block_step(acc[2], m[1], b0 + 2048);
+        block_pack(r, acc[2]);
+        block_store(hi, r);
+        part_arrive<64>(barrier + 1);
+        part_sync<64>(barrier + 2); /* warp 0 has read them */
+    } else {
+        part_sync<64>(barrier + 1);
+        block_step(acc[2], m[1], b0 + 2048);
+        block_step(acc[1], m[0], (b0 + 4096) ^ (1 << 5));
+        block_step(acc[2], m[0], b0 + 4096);
+        part_arrive<64>(barrier + 2);
     }
-    uint32_t xx[2 * W + 2][2];
-    pack_rows<2 * W + 2>(xx, x);
-    tile_store<W>(s->A, xx);
-}
-
-/* The products of a chunk and key head, by 4 warps, in registers. Warp w has block row w of
- * A and 3 - w of P: the same work for each. Where bounds depend on the warp there is a copy of the
- * code for each; what does not is shared, because the instruction cache is what this kernel is
- * short of. On return K and Q have been read. */
-__device__ static inline void prep_shared(struct prep_places s, int warp, float xp[10][4],
-                                          int barrier)
-{
-    if (warp == 0)
-        prep_products<0>(&s, xp);
-    else if (warp == 1)
-        prep_products<1>(&s, xp);
-    else if (warp == 2)
-        prep_products<2>(&s, xp);
-    else
-        prep_products<3>(&s, xp);
-    group_sync(barrier);
-}
-
-/* A, P and gates of one value head from them. Tiles of A and P above the diagonal are written
- * as 0. */
-__device__ static inline void prep_head(struct prep_places s, int warp, struct gate_regs r,
-                                        const float xp[10][4], int barrier)
-{
-    float x[8][4], diag[2][4];
-    gates_scan(s.gates, warp, r, s.eg_el);
-    if (warp == 0)
-        prep_masks<0>(&s, xp, x, diag);
-    else if (warp == 1)
-        prep_masks<1>(&s, xp, x, diag);
-    else if (warp == 2)
-        prep_masks<2>(&s, xp, x, diag);
-    else
-        prep_masks<3>(&s, xp, x, diag);
-    solve_diag(s.solve, warp, diag);
-    if (warp == 0)
-        prep_inverse<0>(&s, x, barrier);
-    else if (warp == 1)
-        prep_inverse<1>(&s, x, barrier);
-    else if (warp == 2)
-        prep_inverse<2>(&s, x, barrier);
-    else
-        prep_inverse<3>(&s, x, barrier);
+    inverse_store(s->beta + 16 * col0, at0, acc[0]);
+    inverse_store(s->beta + 16, hi ^ (1 << 5), acc[1]);
+    inverse_store(s->beta, hi, acc[2]);
+    inverse_store_diag(s->beta + 16 * p, lo ^ (p << 5));
+    inverse_store_diag(s->beta + 16 * (3 - p), hi ^ ((3 - p) << 5));
 }
 
 #endif

@@ -70,6 +70,17 @@ __device__ static inline void tma_load3(void *dst, const CUtensorMap *map, uint6
         : "memory");
 }
 
+/* The same of four dims, at (0, y, z, w). */
+__device__ static inline void tma_load4(void *dst, const CUtensorMap *map, uint64_t *bar, int y,
+                                        int z, int w)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(smem_addr(dst)),
+        "l"(map), "r"(smem_addr(bar)), "r"(0), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
+
 /* Ends a bulk group of the calling thread, be it empty. */
 __device__ static inline void bulk_commit(void)
 {
@@ -166,6 +177,15 @@ __device__ static inline void cluster_sync(void)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+/* threadIdx.x, read again: what depends on it is computed here and not kept in registers from
+ * further above. Where shared memory takes all of L1, a spilled register comes from the L2. */
+__device__ static inline int tid_again(void)
+{
+    int t;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+    return t;
 }
 
 template <int N> __device__ static inline void reg_alloc(void)
@@ -352,7 +372,7 @@ static inline cudaError_t tensor_map(CUtensorMap *map, const void *p, int rank,
                                                      cudaEnableDefault, &found);
     if (e != cudaSuccess || found != cudaDriverEntryPointSuccess)
         return e != cudaSuccess ? e : cudaErrorNotSupported;
-    const cuuint32_t step[3] = {1, 1, 1};
+    const cuuint32_t step[4] = {1, 1, 1, 1};
     CUresult r = ((encode_fn)fn)(
         map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, (cuuint32_t)rank, (void *)p, dims, strides, box,
         step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,

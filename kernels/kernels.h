@@ -127,9 +127,9 @@ struct k_gdn_delta {
                               once; contents are private */
     int32_t body; /* a K_GDN_ value; tests and benchmarks pick one, else AUTO */
 };
-/* SPLIT and PAIR are the Hopper body's two shapes (a block has half a value head, or both
- * halves); they need compute capability 9.0. */
-enum { K_GDN_AUTO, K_GDN_PORTABLE, K_GDN_SPLIT, K_GDN_PAIR };
+/* SPLIT (a block has half a value head) and FUSED (both halves, and what the others do in a
+ * kernel before) need compute capability 9.0. */
+enum { K_GDN_AUTO, K_GDN_PORTABLE, K_GDN_SPLIT, K_GDN_FUSED };
 cudaError_t k_gdn_delta(const struct k_gdn_delta *a, cudaStream_t stream);
 
 /* Workspace for n_chunks chunks and HV value heads. */

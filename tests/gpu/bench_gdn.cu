@@ -138,7 +138,7 @@ int main(int argc, char **argv)
             step = argv[i];
     printf("heads  step           ms (p10..p90)           target  floor   peer    /peer "
            "/target%s\n",
-           each ? "  split    pair" : "");
+           each ? "  split   fused" : "");
     for (const row &r : rows()) {
         char heads[16];
         snprintf(heads, sizeof heads, "%d/%d", r.H, r.HV);
@@ -161,7 +161,7 @@ int main(int argc, char **argv)
                t.median / r.target);
         if (each && dev.cc == 90)
             printf("  %7.4f  %7.4f", time_body(&dev, sets, K_GDN_SPLIT).median,
-                   time_body(&dev, sets, K_GDN_PAIR).median);
+                   time_body(&dev, sets, K_GDN_FUSED).median);
         printf("\n");
         fflush(stdout);
         for (gdn_case *c : sets)

@@ -133,7 +133,7 @@ struct gdn_case {
 
 static const char *body_name(int body)
 {
-    static const char *const names[] = {"auto", "portable", "split", "pair"};
+    static const char *const names[] = {"auto", "portable", "split", "fused"};
     return names[body];
 }
 

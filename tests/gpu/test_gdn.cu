@@ -289,7 +289,7 @@ int main(int argc, char **argv)
         return 0;
     bodies = {K_GDN_PORTABLE};
     if (dev.cc == 90)
-        bodies = {K_GDN_PORTABLE, K_GDN_SPLIT, K_GDN_PAIR};
+        bodies = {K_GDN_PORTABLE, K_GDN_SPLIT, K_GDN_FUSED};
     check_reference();
     check_case("T=1", 1, 1, {1}, 0, 1);
     check_case("T=65", 1, 1, {65}, 0, 4);
