@@ -10,13 +10,13 @@
  *   W^T = S^T K^T, Vn^T = R^T A^T, S^T += (el Vn)^T K, O^T = eg S^T Q^T + Vn^T P^T.
  * bf16 operands, f32 sums; S, gates, decays and the inverse f32.
  *
- * prep:  grid one a multiprocessor, block 4 groups of 128, shared 148 KB; a group takes units
- *   of 37 KB in turn, a chunk and head or a chunk and the heads of a key head, which share its
- *   products. Limit: bytes (49 KB a chunk and head, half of it K and Q). Seen: 1.9 x its load and store alone, held back by the latency of the inverse
- *   and by instruction fetches.
+ * prep:  grid one a multiprocessor, block 3 groups of 256, shared 159 KB; a group takes units of
+ *   53 KB in turn, a chunk and head or a chunk and the heads of a key head, which share its
+ *   copies. One half of a group makes A, the other P and the gates. Limit: bytes (49 KB a chunk
+ *   and head, half of it K and Q). Seen: 1.5 us a unit and multiprocessor, held back by latency.
  * chain: grid N * HV * 2, block 128, shared 114 KB, 2 stages of K, Q, V, A, P by cp.async.
  *   Limit: latency; 4.2 MFLOP and 57 KB from shared memory a chunk and half.
- * Both need 148 KB of shared memory a block: sm_80 and sm_90, not sm_86 or sm_89. They were run
+ * Both need up to 159 KB of shared memory a block: sm_80 and sm_90, not sm_86 or sm_89. They were run
  * on sm_90 only. On Hopper gdn_hopper.cu has the chain, and it may run beside gdn_prep. */
 #include "gdn_delta.cuh"
 
@@ -171,8 +171,13 @@ __global__ static void __launch_bounds__(PREP_GROUPS *PREP_THREADS, 1)
 {
     extern __shared__ __align__(1024) uint8_t raw[];
     int group = threadIdx.x / PREP_THREADS, t = threadIdx.x % PREP_THREADS;
-    struct prep_ctx c = {(struct prep_smem *)raw + group, t & 127, (t & 127) >> 5, t >= 128,
-                         (t >> 5) == 4, 4 * group, beside};
+    struct prep_ctx c = {(struct prep_smem *)raw + group,
+                         t & 127,
+                         (t & 127) >> 5,
+                         t >= 128,
+                         (t >> 5) == 4,
+                         4 * group,
+                         beside};
 #if __CUDA_ARCH__ >= 900
     /* The chain's blocks may take their places as soon as all of these have begun. */
     asm volatile("griddepcontrol.launch_dependents;");

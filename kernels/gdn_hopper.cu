@@ -55,8 +55,8 @@ __device__ static inline void barriers_init(struct split_smem *s)
 }
 
 __device__ static inline void chain_load(const struct k_gdn_delta *a, const struct gdn_maps *m,
-                                         const struct hopper_ctx *c, struct split_smem *s, int half,
-                                         int chunk)
+                                         const struct hopper_ctx *c, struct split_smem *s,
+                                         int half, int chunk)
 {
     int i = chunk % STAGES, t = c->tok + chunk * K_CHUNK;
     struct chain_stage *st = &s->stage[i];
@@ -99,9 +99,10 @@ __device__ static inline int units_ready(const struct k_gdn_delta *a,
 }
 
 /* One warp. */
-__device__ static inline void
-chain_producer(const struct k_gdn_delta *a, const struct gdn_maps *m,
-               const struct hopper_ctx *c, struct split_smem *s, int half, int lane, bool beside)
+__device__ static inline void chain_producer(const struct k_gdn_delta *a,
+                                             const struct gdn_maps *m,
+                                             const struct hopper_ctx *c, struct split_smem *s,
+                                             int half, int lane, bool beside)
 {
     int ready = beside ? 0 : c->n_chunks;
     if (!beside)
@@ -126,7 +127,8 @@ chain_producer(const struct k_gdn_delta *a, const struct gdn_maps *m,
 }
 
 /* Waits for chunk i's tiles. */
-__device__ static inline void chunk_wait(const struct hopper_ctx *c, struct split_smem *s, int i)
+__device__ static inline void chunk_wait(const struct hopper_ctx *c, struct split_smem *s,
+                                         int i)
 {
     mbar_wait(&s->full[i % STAGES], (i / STAGES) & 1);
     if (rows_of(c, i) < K_CHUNK)

@@ -6,13 +6,15 @@
  *   0, gram: loads (TMA), K K^T and P;
  *   1, inverse: two warps a chunk make its gates' factors, and A in the place of K K^T;
  *   2 and 3, chain: chain and output of one half of V each, on the same K, Q, A, P.
- * K K^T, A and P never leave shared memory. K and Q of a chunk are a ring of 4, A one of 3, V and P of 2:
- * when the chain is done with chunk g - 2, P of g is made, V of g and K and Q of g + 2 are loaded.
- * The gates' factors are a ring of 5: K K^T of g - 2 was there, so the chain
- * is done with g - 5.
+ * K K^T, A and P never leave shared memory. K and Q of a chunk are a ring of 4, A one of 3, V and
+ * P of 2: when the chain is done with chunk g - 2, P of g is made, V of g and K and Q of g + 2 are
+ * loaded. The gates' factors are a ring of 5: K K^T of g - 2 was there, so the chain is done with
+ * g - 5.
  *
- * Grid one a multiprocessor, block 512, shared 215 KB, registers 2 * 64 + 2 * 192. Limit:
- * tensor cores, 2560 cycles a chunk.
+ * Grid one a multiprocessor, block 512, shared 227 KB, registers 2 * 64 + 2 * 192: exactly what
+ * there is, and none spilled, for L1 is all shared memory and a spill would come from the L2.
+ * Limit: tensor cores, 2560 cycles a chunk. Seen: some 5000, 2.7 us; all four warpgroups are busy
+ * most of it, waiting for their turn on the tensor cores and for their own latency.
  *
  * A chunk's tail: rows past the sequence's end belong to another request, so gram zeroes them in
  * shared memory; its rows of O are not stored. */
@@ -40,19 +42,19 @@ struct fused_smem {
     uint8_t out[2][TILE_BYTES]; /* O of each half on its way to memory */
     __align__(16) struct gate_table gates[TABLES];
     float g[2][64], beta[2][64]; /* of each two warps' next chunk */
-    uint32_t corner[256]; /* of the chain's threads: their place in a tile of V or O */
+    uint32_t corner[256];        /* of the chain's threads: their place in a tile of V or O */
     struct hopper_ctx item[ITEMS];
     struct chunk_at at[STAGES]; /* which chunk is there; comes with it */
-    uint64_t full[STAGES];     /* 1 */
-    uint64_t v_full[2];        /* 1 */
-    uint64_t gates_full[2];    /* 32 */
+    uint64_t full[STAGES];      /* 1 */
+    uint64_t v_full[2];         /* 1 */
+    uint64_t gates_full[2];     /* 32 */
     uint64_t kk_full[INVERSES]; /* 128 */
-    uint64_t a_full[INVERSES]; /* 64 */
-    uint64_t p_full[2];        /* 128 */
-    uint64_t free[2];          /* 256: the chain is done with the chunk */
-    uint64_t item_full[ITEMS]; /* 1 */
-    uint64_t item_free[ITEMS]; /* 16: one a warp */
-    int n_put;                 /* items put so far */
+    uint64_t a_full[INVERSES];  /* 64 */
+    uint64_t p_full[2];         /* 128 */
+    uint64_t free[2];           /* 256: the chain is done with the chunk */
+    uint64_t item_full[ITEMS];  /* 1 */
+    uint64_t item_free[ITEMS];  /* 16: one a warp */
+    int n_put;                  /* items put so far */
 };
 
 /* The k-th item of this block, or -1. Rounds go to and fro, so that who has a long one in one
@@ -63,22 +65,30 @@ __device__ static inline int item_at(const struct k_gdn_delta *a, int k)
     return i < a->b.n_seqs * a->d.HV ? i : -1;
 }
 
-/* Puts the block's items up to k into the ring, those that are not there yet; n_chunks is -1 when
- * there is nothing to do for one and -2 when the block has no such item. Always by the same
+/* The block's k-th item; n_chunks is -1 when there is nothing to do for it and -2 when the block has
+ * none. */
+__device__ static inline struct hopper_ctx item_find(const struct k_gdn_delta *a, int k)
+{
+    struct hopper_ctx c = {};
+    int item = item_at(a, k);
+    c.n_chunks = -2;
+    if (item >= 0) {
+        int seq = item / a->d.HV;
+        c = hopper_context(a, a->b.seq_order[seq], item - seq * a->d.HV);
+        if (c.n_chunks == 0 && !c.fresh)
+            c.n_chunks = -1;
+    }
+    return c;
+}
+
+/* Puts the block's items up to k into the ring, those that are not there yet. Always by the same
  * thread. */
 __device__ static inline void items_put(const struct k_gdn_delta *a, struct fused_smem *s,
                                         int k)
 {
     for (; s->n_put <= k; s->n_put++) {
-        struct hopper_ctx c = {};
-        int item = item_at(a, s->n_put), at = s->n_put % ITEMS;
-        c.n_chunks = -2;
-        if (item >= 0) {
-            int seq = item / a->d.HV;
-            c = hopper_context(a, a->b.seq_order[seq], item - seq * a->d.HV);
-            if (c.n_chunks == 0 && !c.fresh)
-                c.n_chunks = -1;
-        }
+        struct hopper_ctx c = item_find(a, s->n_put);
+        int at = s->n_put % ITEMS;
         mbar_wait(&s->item_free[at], s->n_put / ITEMS & 1 ^ 1);
         s->item[at] = c;
         mbar_arrive(&s->item_full[at]);
@@ -248,8 +258,10 @@ __device__ static inline void fused_inverse(const struct k_gdn_delta *a, struct 
     int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5 & 3, 0), k = 0, i = -1, g = warp >> 1;
     struct place<INVERSES> inv;
     struct place<TABLES> table;
-    if ((tid_again() & 127) == 0)
+    if ((tid_again() & 127) == 0) {
+        mbar_arrive(&s->item_full[0]);
         items_put(a, s, ITEMS_AHEAD);
+    }
     bool more = walk_next(s, &k, &i, true);
     if (g) {
         more = more && walk_next(s, &k, &i, true);
@@ -266,7 +278,8 @@ __device__ static inline void fused_inverse(const struct k_gdn_delta *a, struct 
             int lane = tid_again() & 31;
             cp_wait<0>();
             __syncwarp();
-            float2 x = *(const float2 *)&s->g[p][2 * lane], y = *(const float2 *)&s->beta[p][2 * lane];
+            float2 x = *(const float2 *)&s->g[p][2 * lane],
+                   y = *(const float2 *)&s->beta[p][2 * lane];
             struct gate_regs r = {{x.x, x.y}, {y.x, y.y}};
             gates_scan(&s->gates[table.at()], r);
             mbar_arrive(&s->gates_full[p]);
@@ -500,8 +513,16 @@ __global__ static void __launch_bounds__(FUSED_THREADS, 1)
         }
         fence_async();
     }
-    if (threadIdx.x == 0)
-        s->n_put = 0;
+    if (threadIdx.x == 128) { /* found before anything waits for it */
+        s->item[0] = item_find(&a, 0);
+        s->n_put = 1;
+    }
+    if (threadIdx.x == 32) {
+        map_prefetch(&maps.q);
+        map_prefetch(&maps.k);
+        map_prefetch(&maps.v);
+        map_prefetch(&maps.o);
+    }
     zero_rows(s->A[0], INVERSES + 2, 0, threadIdx.x, FUSED_THREADS);
     if (threadIdx.x < 256) {
         int lane = threadIdx.x & 31;

@@ -1,5 +1,6 @@
 /* What is parallel over the chunks of the gated delta rule: gates, the unit lower triangular
- * inverse, the masked Q K^T. One group of 4 warps, one (chunk, value head).
+ * inverse, the masked Q K^T, of one (chunk, value head). Products and masks by 4 warps, a block row
+ * each; the inverse by 4 or by 2, same bits.
  *
  * gdn.md 1.2, gated form. With gamma the inclusive sum of g inside the chunk and
  * D_ij = exp(gamma_i - gamma_j), i >= j:
@@ -27,8 +28,8 @@
 struct gate_table {
     float gamma[64];
     float beta[64];
-    float row[64];    /* 2^(gamma_i - gamma_r), r the first row of i's block row */
-    float col[96];    /* 2^(gamma_r - gamma_j), j < r; r = 16, 32, 48 at 0, 16, 48 */
+    float row[64]; /* 2^(gamma_i - gamma_r), r the first row of i's block row */
+    float col[96]; /* 2^(gamma_r - gamma_j), j < r; r = 16, 32, 48 at 0, 16, 48 */
     float eg[64], el[64];
 };
 
@@ -61,8 +62,7 @@ __device__ static inline void gates_scan(struct gate_table *s, struct gate_regs 
     const float log2e = 1.4426950408889634f;
     int lane = threadIdx.x & 31;
     float g0 = __fmul_rn(r.g[0], log2e);
-    float g1 =
-        __fadd_rn(g0, __fmul_rn(r.g[1], log2e)); /* never fused: one result everywhere */
+    float g1 = __fadd_rn(g0, __fmul_rn(r.g[1], log2e)); /* never fused: one result everywhere */
 #pragma unroll
     for (int m = 1; m < 32; m <<= 1) {
         float up = __shfl_up_sync(0xffffffffu, g1, m);
@@ -205,8 +205,7 @@ __device__ static inline void prep_product_wait(float acc[8][4])
 }
 
 /* This warp's rows of K K^T as f16 to a tile; what is right of its block row is not touched. */
-template <int W>
-__device__ static inline void store_rows(uint32_t tile, const float acc[8][4])
+template <int W> __device__ static inline void store_rows(uint32_t tile, const float acc[8][4])
 {
     uint32_t at = block_row(tile, W), r[4];
 #pragma unroll
@@ -233,8 +232,8 @@ __device__ static inline void mask_rows(const struct gate_table *s, uint32_t til
             float2 cj = *(const float2 *)&col[16 * c + 8 * nt];
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                x[nt][e] = __fmul_rn(__fmul_rn(acc[2 * c + nt][e], f[e >> 1]),
-                                     e & 1 ? cj.y : cj.x);
+                x[nt][e] =
+                    __fmul_rn(__fmul_rn(acc[2 * c + nt][e], f[e >> 1]), e & 1 ? cj.y : cj.x);
         }
         frag_pack(r, x[0], x[1]);
         block_store(at ^ (c << 5), r);
@@ -455,8 +454,8 @@ __device__ static inline void prep_inverse(const struct gate_table *s, uint32_t 
 /* The same by two warps, p of them 0 and 1, same bits: rows 0 and 3, rows 1 and 2. Each has two
  * diagonal blocks and three below: (3, 2), (3, 1), (3, 0); (1, 0), (2, 1), (2, 0). Warp 1 needs
  * only diagonals of warp 0, which then waits for it once. */
-__device__ static inline void prep_inverse_pair(const struct gate_table *s, uint32_t tile, int p,
-                                                int barrier)
+__device__ static inline void prep_inverse_pair(const struct gate_table *s, uint32_t tile,
+                                                int p, int barrier)
 {
     asm volatile("" : "+r"(p)); /* what follows from it is not worth registers around a loop */
     uint32_t b0 = block_row(tile, 0), lo = b0 + p * 2048, hi = b0 + (3 - p) * 2048;

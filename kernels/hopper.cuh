@@ -59,6 +59,12 @@ __device__ static inline void grid_wait(void)
 
 /* ---- copies ---- */
 
+/* Fetches a tensor map ahead of its first copy. */
+__device__ static inline void map_prefetch(const CUtensorMap *map)
+{
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 /* Box of a tensor map at (x, y, z), innermost first, into shared memory. */
 __device__ static inline void tma_load3(void *dst, const CUtensorMap *map, uint64_t *bar, int x,
                                         int y, int z)

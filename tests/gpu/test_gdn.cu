@@ -282,6 +282,40 @@ static void check_reference(void)
     result(worst < 1e-12, "f64 reference kernel against a host loop: %.1e", worst);
 }
 
+/* Random batches, empty sequences among them, more heads than multiprocessors: each body again and
+ * again has the portable one's bits, whichever warp of it comes first. */
+static void check_again(int body, int n_worlds, int n_runs)
+{
+    uint64_t x = 20261130;
+    auto rnd = [&](int n) {
+        x = x * 6364136223846793005ull + 1442695040888963407ull;
+        return (int)((x >> 33) % (uint64_t)n);
+    };
+    static const int heads[][2] = {{1, 1}, {2, 4}, {16, 32}, {16, 48}, {1, 8}};
+    int n_differ = 0;
+    for (int w = 0; w < n_worlds; w++) {
+        const int *h = heads[w % 5];
+        std::vector<int> lens(1 + rnd(24));
+        for (int &n : lens)
+            n = rnd(4) == 0 ? 0 : 1 + rnd(rnd(2) ? 130 : 700);
+        gdn_case c;
+        c.make(h[0], h[1], lens, w & 1, 100 + w);
+        size_t n_o = (size_t)c.batch.b.n_tokens * h[1] * 128;
+        c.run(&dev, K_GDN_PORTABLE);
+        std::vector<bf16> o = c.o.get(0, n_o);
+        std::vector<float> S = c.S.get(0, c.S.n);
+        for (int i = 0; i < n_runs; i++) {
+            c.run(&dev, body);
+            std::vector<bf16> got = c.o.get(0, n_o);
+            std::vector<float> got_s = c.S.get(0, c.S.n);
+            n_differ += memcmp(got.data(), o.data(), n_o * sizeof(bf16)) != 0 ||
+                        memcmp(got_s.data(), S.data(), S.size() * sizeof(float)) != 0;
+        }
+    }
+    result(n_differ == 0, "%s: %d random batches, %d times each: portable bits (%d differ)",
+           body_name(body), n_worlds, n_runs, n_differ);
+}
+
 int main(int argc, char **argv)
 {
     bool small = argc > 1 && strcmp(argv[1], "small") == 0;
@@ -316,6 +350,8 @@ int main(int argc, char **argv)
                 check_large(body);
     }
     for (int body : bodies) {
+        if (body != K_GDN_PORTABLE)
+            check_again(body, small ? 2 : 30, small ? 1 : 4);
         check_isolation(body);
         check_kept(body, {70, 300, 64, 129, 5, 0, 640}, 1);
         if (!small) /* with gdn_prep beside */
