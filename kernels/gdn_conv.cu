@@ -8,13 +8,13 @@
  * bf16 in and out, all arithmetic f32; q, k, v are rounded once, after the norm.
  *
  * Block: one chunk of 64 tokens x one head of 128 channels; 4 warps of 16 tokens, half a warp 8
- * of them, 8 channels a lane, all 11 rows loaded before the first use. One more block a chunk does
- * the gates, and N / 4 more at the end write the states of empty sequences. The half warp that reads
- * a sequence's old state (first 8 tokens of its first chunk) also writes the new one, from p
- * itself: no race between blocks. The half warp of a chunk's last 8 tokens holds the window behind
- * the chunk, and writes it to the slot that is to keep it. Every lane computes all its tokens and stores those that are
- * there: sums over a head need the whole half warp.
- * Limit: bytes, 4 * conv_dim a token; 11/8 of the reads come from L1. */
+ * of them, 8 channels a lane, all 11 rows loaded before the first use. One more block a chunk
+ * does the gates, and N / 4 more at the end write the states of empty sequences. The half warp
+ * that reads a sequence's old state (first 8 tokens of its first chunk) also writes the new
+ * one, from p itself: no race between blocks. The half warp of a chunk's last 8 tokens holds
+ * the window behind the chunk, and writes it to the slot that is to keep it. Every lane
+ * computes all its tokens and stores those that are there: sums over a head need the whole half
+ * warp. Limit: bytes, 4 * conv_dim a token; 11/8 of the reads come from L1. */
 #include "common.cuh"
 
 // ---- kernels
@@ -35,8 +35,8 @@ __device__ static void gates(const struct k_gdn_conv *a, int64_t tok, int n)
     }
 }
 
-/* The first three inputs of a sequence of `len` tokens that begins at `tok`, from its state, and its
- * new state. For this lane's channels of p and of the slot. */
+/* The first three inputs of a sequence of `len` tokens that begins at `tok`, from its state,
+ * and its new state. For this lane's channels of p and of the slot. */
 __device__ static inline void conv_state(const struct k_gdn_conv *a, int seq, int channel,
                                          int tok, int len, uint4 in[3])
 {
@@ -61,8 +61,8 @@ __device__ static inline void conv_state(const struct k_gdn_conv *a, int seq, in
         *(uint4 *)(state + i * row) = last[i];
 }
 
-/* The window behind a whole chunk to the slot that keeps it: the inputs of its last three tokens, of
- * this lane's channels. */
+/* The window behind a whole chunk to the slot that keeps it: the inputs of its last three
+ * tokens, of this lane's channels. */
 __device__ static inline void conv_save(const struct k_gdn_conv *a, int slot, int channel,
                                         const uint4 last[3])
 {
@@ -85,8 +85,8 @@ __device__ static void empty_state(const struct k_gdn_conv *a, int seq)
         *(uint2 *)(s + i) = make_uint2(0, 0);
 }
 
-/* silu(conv) of CONV_TOKENS tokens, n of which are there, in a lane's 8 channels; with scale also
- * normed over the head and times it. Token i of the head goes to out + i * row. */
+/* silu(conv) of CONV_TOKENS tokens, n of which are there, in a lane's 8 channels; with scale
+ * also normed over the head and times it. Token i of the head goes to out + i * row. */
 __device__ static inline void conv_tokens(const uint4 in[CONV_TOKENS + 3], const float4 w[8],
                                           int n, float scale, bf16 *out, int64_t row)
 {

@@ -10,14 +10,15 @@
  *   W^T = S^T K^T, Vn^T = R^T A^T, S^T += (el Vn)^T K, O^T = eg S^T Q^T + Vn^T P^T.
  * bf16 operands, f32 sums; S, gates, decays and the inverse f32.
  *
- * prep:  grid one a multiprocessor, block 3 groups of 256, shared 159 KB; a group takes units of
- *   53 KB in turn, a chunk and head or a chunk and the heads of a key head, which share its
+ * prep:  grid one a multiprocessor, block 3 groups of 256, shared 159 KB; a group takes units
+ *   of 53 KB in turn, a chunk and head or a chunk and the heads of a key head, which share its
  *   copies. One half of a group makes A, the other P and the gates. Limit: bytes (49 KB a chunk
- *   and head, half of it K and Q). Seen: 1.5 us a unit and multiprocessor, held back by latency.
+ *   and head, half of it K and Q). Seen: 1.5 us a unit and multiprocessor: latency.
  * chain: grid N * HV * 2, block 128, shared 114 KB, 2 stages of K, Q, V, A, P by cp.async.
  *   Limit: latency; 4.2 MFLOP and 57 KB from shared memory a chunk and half.
- * Both need up to 159 KB of shared memory a block: sm_80 and sm_90, not sm_86 or sm_89. They were run
- * on sm_90 only. On Hopper gdn_hopper.cu has the chain, and it may run beside gdn_prep. */
+ * Both need up to 159 KB of shared memory a block: sm_80 and sm_90, not sm_86 or sm_89. They
+ * were run on sm_90 only. On Hopper gdn_hopper.cu has the chain, and it may run beside
+ * gdn_prep. */
 #include "gdn_delta.cuh"
 
 // ---- kernels
@@ -113,8 +114,8 @@ struct prep_ctx {
     bool beside;
 };
 
-/* One chunk and `share` heads. Its copies are under way on entry, those of next_unit on exit, *at
- * likewise; table: which one has its first head's gates, and on exit the next's. */
+/* One chunk and `share` heads. Its copies are under way on entry, those of next_unit on exit,
+ * *at likewise; table: which one has its first head's gates, and on exit the next's. */
 __device__ static inline void prep_unit(const struct k_gdn_delta *a, const struct prep_ctx *c,
                                         uint32_t unit, uint32_t next_unit, int share,
                                         struct prep_at *at, int *table)
@@ -434,8 +435,8 @@ static cudaError_t launch_prep(const struct k_gdn_delta *a, int32_t n_blocks, bo
     return cudaGetLastError();
 }
 
-/* Whether gdn_prep may run beside the split chain: that leaves half of the card idle, and there is
- * work for every group. */
+/* Whether gdn_prep may run beside the split chain: that leaves half of the card idle, and there
+ * is work for every group. */
 static bool fits_beside(const struct k_gdn_delta *a)
 {
     int n_sms = a->dev->n_sms;

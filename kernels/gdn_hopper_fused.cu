@@ -6,18 +6,18 @@
  *   0, gram: loads (TMA), K K^T and P;
  *   1, inverse: two warps a chunk make its gates' factors, and A in the place of K K^T;
  *   2 and 3, chain: chain and output of one half of V each, on the same K, Q, A, P.
- * K K^T, A and P never leave shared memory. K and Q of a chunk are a ring of 4, A one of 3, V and
- * P of 2: when the chain is done with chunk g - 2, P of g is made, V of g and K and Q of g + 2 are
- * loaded. The gates' factors are a ring of 5: K K^T of g - 2 was there, so the chain is done with
- * g - 5.
+ * K K^T, A and P never leave shared memory. K and Q of a chunk are a ring of 4, A one of 3, V
+ * and P of 2: when the chain is done with chunk g - 2, P of g is made, V of g and K and Q of g
+ * + 2 are loaded. The gates' factors are a ring of 5: K K^T of g - 2 was there, so the chain is
+ * done with g - 5.
  *
  * Grid one a multiprocessor, block 512, shared 227 KB, registers 2 * 64 + 2 * 192: exactly what
  * there is, and none spilled, for L1 is all shared memory and a spill would come from the L2.
- * Limit: tensor cores, 2560 cycles a chunk. Seen: some 5000, 2.7 us; all four warpgroups are busy
- * most of it, waiting for their turn on the tensor cores and for their own latency.
+ * Limit: tensor cores, 2560 cycles a chunk. Seen: some 5000, 2.7 us; all four warpgroups are
+ * busy most of it, waiting for their turn on the tensor cores and for their own latency.
  *
- * A chunk's tail: rows past the sequence's end belong to another request, so gram zeroes them in
- * shared memory; its rows of O are not stored. */
+ * A chunk's tail: rows past the sequence's end belong to another request, so gram zeroes them
+ * in shared memory; its rows of O are not stored. */
 #include "gdn_hopper.cuh"
 
 // ---- kernels
@@ -65,8 +65,8 @@ __device__ static inline int item_at(const struct k_gdn_delta *a, int k)
     return i < a->b.n_seqs * a->d.HV ? i : -1;
 }
 
-/* The block's k-th item; n_chunks is -1 when there is nothing to do for it and -2 when the block has
- * none. */
+/* The block's k-th item; n_chunks is -1 when there is nothing to do for it and -2 when the
+ * block has none. */
 __device__ static inline struct hopper_ctx item_find(const struct k_gdn_delta *a, int k)
 {
     struct hopper_ctx c = {};
@@ -81,8 +81,8 @@ __device__ static inline struct hopper_ctx item_find(const struct k_gdn_delta *a
     return c;
 }
 
-/* Puts the block's items up to k into the ring, those that are not there yet. Always by the same
- * thread. */
+/* Puts the block's items up to k into the ring, those that are not there yet. Always by the
+ * same thread. */
 __device__ static inline void items_put(const struct k_gdn_delta *a, struct fused_smem *s,
                                         int k)
 {
@@ -136,8 +136,9 @@ template <int N> struct place {
     }
 };
 
-/* From chunk *i of item *k to the next chunk; false after the last: items come longest first, so
- * behind one without chunks there are none. leaves: this walk is the warp's last look at items. */
+/* From chunk *i of item *k to the next chunk; false after the last: items come longest first,
+ * so behind one without chunks there are none. leaves: this walk is the warp's last look at
+ * items. */
 __device__ static inline bool walk_next(struct fused_smem *s, int *k, int *i, bool leaves)
 {
     if (++*i < item_wait(s, *k)->n_chunks)
@@ -160,7 +161,8 @@ __device__ static inline void copy4(float *dst, const float *src, bool live)
                  : "memory");
 }
 
-/* Moves *ahead to the next chunk and begins the copies of its K and Q into stage j; one thread. */
+/* Moves *ahead to the next chunk and begins the copies of its K and Q into stage j; one
+ * thread. */
 __device__ static inline void load_kq(const struct gdn_maps *m, struct fused_smem *s,
                                       struct chunk_at *ahead, int j)
 {
@@ -259,8 +261,8 @@ __device__ static inline void fused_inverse(const struct k_gdn_delta *a, struct 
     struct place<INVERSES> inv;
     struct place<TABLES> table;
     if ((tid_again() & 127) == 0) {
-        mbar_arrive(&s->item_full[0]);
-        items_put(a, s, ITEMS_AHEAD);
+        for (int j = 0; j <= ITEMS_AHEAD; j++)
+            mbar_arrive(&s->item_full[j]);
     }
     bool more = walk_next(s, &k, &i, true);
     if (g) {
@@ -282,6 +284,7 @@ __device__ static inline void fused_inverse(const struct k_gdn_delta *a, struct 
                    y = *(const float2 *)&s->beta[p][2 * lane];
             struct gate_regs r = {{x.x, x.y}, {y.x, y.y}};
             gates_scan(&s->gates[table.at()], r);
+            __syncwarp();
             mbar_arrive(&s->gates_full[p]);
             if (more)
                 load_gates(a, s, k, i, p);
@@ -513,10 +516,10 @@ __global__ static void __launch_bounds__(FUSED_THREADS, 1)
         }
         fence_async();
     }
-    if (threadIdx.x == 128) { /* found before anything waits for it */
-        s->item[0] = item_find(&a, 0);
-        s->n_put = 1;
-    }
+    if (group == 1 && (threadIdx.x & 31) == 0) /* found before anything waits for them */
+        s->item[threadIdx.x >> 5 & 3] = item_find(&a, threadIdx.x >> 5 & 3);
+    if (threadIdx.x == 0)
+        s->n_put = ITEMS_AHEAD + 1;
     if (threadIdx.x == 32) {
         map_prefetch(&maps.q);
         map_prefetch(&maps.k);

@@ -1,22 +1,22 @@
 /* What is parallel over the chunks of the gated delta rule: gates, the unit lower triangular
- * inverse, the masked Q K^T, of one (chunk, value head). Products and masks by 4 warps, a block row
- * each; the inverse by 4 or by 2, same bits.
+ * inverse, the masked Q K^T, of one (chunk, value head). Products and masks by 4 warps, a block
+ * row each; the inverse by 4 or by 2, same bits.
  *
  * gdn.md 1.2, gated form. With gamma the inclusive sum of g inside the chunk and
  * D_ij = exp(gamma_i - gamma_j), i >= j:
  *   P = (Q K^T) o D, diagonal included;  L = strictly lower part of diag(beta) (K K^T) o D;
  *   A = (I + L)^-1 diag(beta);  eg_i = exp(gamma_i);  el_i = exp(gamma_last - gamma_i).
- * The inverse T (derived here), in blocks of 16x16, w a block row. Its diagonal block: two 8x8 by
- * forward substitution in f32, merged. Then M_wj = -T_ww L_wj; T_wc = sum_{j=c}^{w-1} M_wj T_jc.
- * Below the diagonal D_ij = 2^(gamma_i - gamma_r) 2^(gamma_r - gamma_j) with r the block row's
- * first row, j < r <= i, both factors <= 1: so M_wj = -(T_ww diag(beta row)) (K K^T)_wj diag(col),
- * and L itself is formed on the diagonal alone. K K^T, T and M are f16 operands (11 bits: entries
- * of K K^T and T are at most 1 for unit keys and beta <= 1), sums f32 in a fixed order. Never
- * powers of L.
+ * The inverse T (derived here), in blocks of 16x16, w a block row. Its diagonal block: two 8x8
+ * by forward substitution in f32, merged. Then M_wj = -T_ww L_wj; T_wc = sum_{j=c}^{w-1} M_wj
+ * T_jc. Below the diagonal D_ij = 2^(gamma_i - gamma_r) 2^(gamma_r - gamma_j) with r the block
+ * row's first row, j < r <= i, both factors <= 1: so M_wj = -(T_ww diag(beta row)) (K K^T)_wj
+ * diag(col), and L itself is formed on the diagonal alone. K K^T, T and M are f16 operands (11
+ * bits: entries of K K^T and T are at most 1 for unit keys and beta <= 1), sums f32 in a fixed
+ * order. Never powers of L.
  * Rows past the chunk's end have q = k = 0, g = beta = 0: rows and columns of A become 0.
  *
- * What this part waits for is latency and instruction fetches, not arithmetic: few instructions, and
- * one copy of the code for all warps but where it is masked. */
+ * What this part waits for is latency and instruction fetches, not arithmetic: few
+ * instructions, and one copy of the code for all warps but where it is masked. */
 #ifndef PREFILLD_GDN_SOLVE_CUH
 #define PREFILLD_GDN_SOLVE_CUH
 
@@ -120,7 +120,8 @@ __device__ static inline float2 mma8h(uint32_t a, uint32_t b)
     return make_float2(c[0], c[1]);
 }
 
-/* This lane's address for block (row, col): exclusive or with col << 5 goes to another column. */
+/* This lane's address for block (row, col): exclusive or with col << 5 goes to another
+ * column. */
 __device__ static inline uint32_t block_row(uint32_t tile, int row)
 {
     int lane = tid_again() & 31;
@@ -160,8 +161,8 @@ __device__ static inline void block_pack(uint32_t r[4], const float c[2][4])
 
 /* ---- a unit ---- */
 
-/* X K^T, this warp's 16 rows; X, K [64, 128], tail rows 0. Columns right of its block row are not
- * defined. Hopper: by all 4 warps, begun here and over after prep_product_wait. */
+/* X K^T, this warp's 16 rows; X, K [64, 128], tail rows 0. Columns right of its block row are
+ * not defined. Hopper: by all 4 warps, begun here and over after prep_product_wait. */
 __device__ static inline void prep_product(float acc[8][4], uint32_t X, uint32_t K, int warp)
 {
 #if __CUDA_ARCH__ >= 900
@@ -215,7 +216,8 @@ template <int W> __device__ static inline void store_rows(uint32_t tile, const f
     }
 }
 
-/* This warp's rows of P from Q K^T, into a tile whose blocks above the diagonal are not touched. */
+/* This warp's rows of P from Q K^T, into a tile whose blocks above the diagonal are not
+ * touched. */
 template <int W>
 __device__ static inline void mask_rows(const struct gate_table *s, uint32_t tile,
                                         const float acc[8][4])
@@ -253,7 +255,8 @@ __device__ static inline void mask_rows(const struct gate_table *s, uint32_t til
     block_store(at ^ (W << 5), r);
 }
 
-/* A copy of the code for each warp: a bound known at compile time is worth more than one copy. */
+/* A copy of the code for each warp: a bound known at compile time is worth more than one
+ * copy. */
 __device__ static inline void prep_store_kk(uint32_t tile, int warp, const float acc[8][4])
 {
     if (warp == 0)
@@ -296,9 +299,9 @@ __device__ static inline uint32_t pack_by(float2 x, float2 f)
     return pack2h(__fmul_rn(x.x, f.x), __fmul_rn(x.y, f.y));
 }
 
-/* N diagonal blocks, at `at`, of block rows w: T in their place, T diag(beta row) as A operands in f.
- * Each 8x8: a lane has row g, columns 2 q and 2 q + 1; step j takes row j, then final, from the rows
- * below. */
+/* N diagonal blocks, at `at`, of block rows w: T in their place, T diag(beta row) as A operands
+ * in f. Each 8x8: a lane has row g, columns 2 q and 2 q + 1; step j takes row j, then final,
+ * from the rows below. */
 template <int N>
 __device__ static inline void solve_diag(const struct gate_table *s, const int w[N],
                                          const uint32_t at[N], uint32_t f[N][4])
@@ -405,8 +408,8 @@ __device__ static inline void inverse_store_diag(const float *beta, uint32_t at)
     inverse_store(beta, at, x);
 }
 
-/* A in the place of K K^T; by 4 warps, which see all of it. Takes barriers `barrier` .. + 2. A block row
- * is overwritten with A when no warp below it reads its T any more. */
+/* A in the place of K K^T; by 4 warps, which see all of it. Takes barriers `barrier` .. + 2. A
+ * block row is overwritten with A when no warp below it reads its T any more. */
 __device__ static inline void prep_inverse(const struct gate_table *s, uint32_t tile, int warp,
                                            int barrier)
 {
