@@ -444,19 +444,22 @@ static bool fits_beside(const struct k_gdn_delta *a)
            (int64_t)a->b.n_chunks * a->d.HV >= PREP_GROUPS * n_sms;
 }
 
-/* By which of the two Hopper bodies ends sooner: microseconds a chunk as measured on one H200
- * (RESULTS-gpu.md), the split chain's with its uneven end. A choice for time only: bits do not
- * depend on it. */
+/* By which of the two Hopper bodies ends sooner: microseconds as measured on one H200
+ * (RESULTS-gpu.md). split: a chunk of the chain, worse when blocks of uneven length come in
+ * rounds, gdn_prep before it, launches and rounds. fused: a chunk with the card idle or busy, the
+ * pipeline's start. A choice for time only: bits do not depend on it. */
 static int32_t pick_body(const struct k_gdn_delta *a)
 {
     if (a->dev->cc != 90)
         return K_GDN_PORTABLE;
-    double chunks = (double)a->b.n_chunks * a->d.HV / a->dev->n_sms;
-    double longest = (a->b.max_len + K_CHUNK - 1) / K_CHUNK;
-    double split = 1.25 * (longest > 2.2 * chunks ? longest : 2.2 * chunks) + 8;
+    int32_t n_sms = a->dev->n_sms, rounds = (a->b.n_seqs * a->d.HV * 2 + n_sms - 1) / n_sms;
+    double chunks = (double)a->b.n_chunks * a->d.HV / n_sms;
+    double longest = (a->b.max_len + K_CHUNK - 1) / K_CHUNK, uneven = 2.6 * chunks;
+    double split = 1.25 * (rounds > 1 && uneven > longest ? uneven : longest) + 3 * rounds + 5;
     if (!fits_beside(a))
         split += 1.5 * chunks;
-    double fused = 2.9 * (longest > chunks ? longest : chunks);
+    double alone = 2.55 * longest, busy = 2.8 * chunks;
+    double fused = (alone > busy ? alone : busy) + 6;
     return split < fused ? K_GDN_SPLIT : K_GDN_FUSED;
 }
 
