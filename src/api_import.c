@@ -273,7 +273,7 @@ static int read_terms(const char *query, struct session_terms *terms, const char
 {
     for (const char *p = query; p && *p; p += strcspn(p, "&"), p += *p == '&') {
         size_t len = strcspn(p, "&");
-        if (len > 6 && memcmp(p, "ttl_s=", 6) == 0) {
+        if (len >= 6 && memcmp(p, "ttl_s=", 6) == 0) {
             int64_t n = 0;
             size_t n_digits = strspn(p + 6, "0123456789");
             for (size_t i = 0; i < n_digits && n <= SESSION_MAX_TTL_S; i++)
@@ -283,7 +283,7 @@ static int read_terms(const char *query, struct session_terms *terms, const char
             if (n_digits == 0 || n_digits != len - 6 || n < 1 || n > SESSION_MAX_TTL_S)
                 return errmsg_set(e, 400, "ttl_s is no number of seconds; 1 to %d is accepted",
                                   SESSION_MAX_TTL_S);
-        } else if (len > 7 && memcmp(p, "pinned=", 7) == 0) {
+        } else if (len >= 7 && memcmp(p, "pinned=", 7) == 0) {
             terms->has_pinning = true;
             *param = "pinned";
             terms->is_pinned = is_word(p + 7, len - 7, "true");

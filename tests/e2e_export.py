@@ -190,7 +190,8 @@ def refusals(d, file):
     cases = [(b"", "cut short"), (b"{}", "cut short"), (file[:7], "cut short"), (file[:n_head], "cut short"),
              (file[:-1], "cut short"), (file[:len(file) // 2], "cut short"),
              (file + b"x", "too long"), (bytes(altered), "checksum"),
-             (b"\xff" * 100, "no length"), (meta("version", "2"), "version 2"),
+             (b"\xff" * 100, "no length"),
+             (struct.pack("<Q", (1 << 19) + 1) + b"{" * 9, "no length"), (meta("version", "2"), "version 2"),
              (meta("format", "other"), "format"), (meta("fingerprint", "0" * 16), "another model"),
              (meta("position", "0"), "position"), (meta("position", "199"), "token_ids"),
              (meta("position", "9999999"), "at most"), (meta("dtype", "F64"), "dtype"),
@@ -205,7 +206,8 @@ def refusals(d, file):
         check(a.status == 400 and words in a.error()["message"], f"refused: {words}", a)
     answers = {bring(d, bytes(data)).status for data in flipped}
     check(answers == {400}, "whichever bit was changed", answers)
-    for query, param in (("?ttl_s=x", "ttl_s"), ("?ttl_s=0", "ttl_s"), ("?ttl_s=5&pinned=1", "pinned")):
+    for query, param in (("?ttl_s=x", "ttl_s"), ("?ttl_s=0", "ttl_s"), ("?ttl_s=", "ttl_s"),
+                         ("?ttl_s=5&pinned=1", "pinned"), ("?pinned=", "pinned")):
         a = bring(d, file, query)
         check(a.status == 400 and a.error()["param"] == param, f"terms that are none: {query}", a)
     with d.conn() as c:
