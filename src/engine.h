@@ -77,6 +77,7 @@ struct engine_job {
     void *stage; /* of model_stage_alloc */
     const int32_t *ids;
     int32_t n_ids;
+    bool takes_free_only; /* ENGINE_JOB_OPEN: nothing that is kept goes for it */
     struct session_terms terms;
     /* Engine thread, or the poster's own when the engine has stopped; must not block. rc: 0,
      * ERR_FULL: there is no room now, ERR_TOO_LARGE: there never is, ERR_NOMEM, ERR_NOT_FOUND,

@@ -58,22 +58,23 @@ static void finish(struct engine_job *j, int rc)
 
 /* ---- sessions that are brought in ---- */
 
-static int make_room(struct engine *en, int32_t n_pages)
+static int make_room(struct engine *en, int32_t n_pages, bool takes_free_only)
 {
     if (n_pages > en->pages.n_total)
         return ERR_TOO_LARGE;
     while (en->slots.n_free == 0 || en->pages.n_free < n_pages) {
-        if (en->pages.n_free + en->pages.n_cached < n_pages ||
+        if (takes_free_only || en->pages.n_free + en->pages.n_cached < n_pages ||
             (!engine_prefix_evict(en) && !engine_session_evict(en, false)))
             return ERR_FULL;
     }
     return 0;
 }
 
-static int open_session(struct engine *en, struct session *s, int32_t n_ids)
+static int open_session(struct engine *en, const struct engine_job *j)
 {
-    int32_t n_pages = pages_for_tokens(&en->pages, n_ids);
-    int rc = make_room(en, n_pages);
+    struct session *s = j->session;
+    int32_t n_pages = pages_for_tokens(&en->pages, j->n_ids);
+    int rc = make_room(en, n_pages, j->takes_free_only);
     if (rc != 0)
         return rc;
     s->pages = malloc((size_t)n_pages * sizeof(*s->pages));
@@ -151,7 +152,7 @@ static int run(struct engine *en, struct engine_job *j)
 {
     switch (j->kind) {
     case ENGINE_JOB_OPEN:
-        return open_session(en, j->session, j->n_ids);
+        return open_session(en, j);
     case ENGINE_JOB_KEEP:
         return keep_session(en, j);
     case ENGINE_JOB_DROP:

@@ -234,6 +234,7 @@ static int run_job(struct loader *l, enum engine_job_kind kind, struct errmsg *e
                              .stage = l->stage,
                              .ids = l->reader.ids,
                              .n_ids = i->n_tokens,
+                             .takes_free_only = true,
                              .terms = {i->ttl_s * 1000000, i->is_pinned, true}};
     int rc = engine_run_job(t->engine, &job);
     if (rc == 0)
@@ -298,10 +299,12 @@ static int load_file(struct loader *l, const char *path, struct errmsg *e)
     l->chunk = malloc(CHUNK_BYTES);
     if (!l->chunk)
         return errmsg_set(e, ERR_NOMEM, "memory is short");
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    struct stat st;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a pipe would wait for a writer */
     if (fd < 0)
         return errmsg_set(e, ERR_IO, "%s", strerror(errno));
-    int rc = read_file(l, fd, e);
+    bool is_file = fstat(fd, &st) == 0 && S_ISREG(st.st_mode);
+    int rc = is_file ? read_file(l, fd, e) : errmsg_set(e, ERR_IO, "it is no regular file");
     close(fd);
     if (rc == 0)
         rc = run_job(l, ENGINE_JOB_KEEP, e);

@@ -306,6 +306,7 @@ def stops(d, folder, file, long):
     with open(os.path.join(folder, f"{name}.safetensors"), "r+b") as f:
         f.seek(-3000, 2)
         f.write(b"\0\1")
+    os.mkfifo(os.path.join(folder, "s-2.safetensors"))
     for other in ("s-0.safetensors.tmp", "s-1.safetensors", "mine.txt"):
         with open(os.path.join(folder, other), "wb") as f:
             f.write(with_head(file, lambda h: h["__metadata__"].__setitem__(
@@ -320,9 +321,20 @@ def stops(d, folder, file, long):
               f"{name}.safetensors" in again.log_text() and "altered" in again.log_text() and
               "another model" in again.log_text(), "an altered one is named", again.log_text())
         names = sorted(os.listdir(folder))
-        check(names == sorted([f"{name}.safetensors.bad", "s-1.safetensors", "mine.txt"]),
-              "and moved aside; those of others stay", names)
+        check(names == sorted([f"{name}.safetensors.bad", "s-1.safetensors", "s-2.safetensors",
+                               "mine.txt"]), "and moved aside; those of others, and a pipe, stay", names)
         check(again.stop() == 0 and f"{pinned}.safetensors" in os.listdir(folder), "and again")
+    with tempfile.TemporaryDirectory() as other, Daemon("--session-dir", other) as many:
+        all_of_them = {bring(many, file, "?ttl_s=500").json()["id"] for _ in range(4)}
+        many.stop()
+        with Daemon("--session-dir", other, "--state-slots", 2) as few:
+            back = {s["id"] for s in few.ask("GET", "/v1/sessions").json()["data"]}
+            left = {n.split(".")[0] for n in os.listdir(other)}
+            check(len(back) == 2 and back | left == all_of_them and
+                  few.log_text().count("no room") == 2, "those without room stay as files", few.log_text())
+            few.stop()
+        with Daemon("--session-dir", other) as many:
+            check(many.ask("GET", "/v1/sessions").json()["total"] == 4, "until there is room")
     with Daemon("--session-dir", "/nowhere/at/all", waits=False) as d:
         check(d.wait() == 78 and "session-dir" in d.log_text(), "a folder that is not there")
 
