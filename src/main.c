@@ -66,6 +66,7 @@ static void signals_block(void)
     sigaddset(&set, SIGHUP);
     pthread_sigmask(SIG_BLOCK, &set, NULL);
     signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN); /* the write fails instead, and is logged */
 }
 
 /* Waits up to wait_ms for SIGTERM, SIGINT or, when asked for, SIGHUP; 0 when none came. */

@@ -5,6 +5,7 @@ slow and vanished clients, renewal, SIGTERM in the middle. TAP."""
 import json
 import os
 import random
+import resource
 import socket
 import struct
 import tempfile
@@ -335,6 +336,12 @@ def stops(d, folder, file, long):
             few.stop()
         with Daemon("--session-dir", other) as many:
             check(many.ask("GET", "/v1/sessions").json()["total"] == 4, "until there is room")
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))
+    with tempfile.TemporaryDirectory() as other, Daemon("--session-dir", other, before=limit) as d:
+        name = bring(d, file).json()["id"]
+        bring(d, long)
+        check(d.stop() == 0 and os.listdir(other) == [f"{name}.safetensors"] and
+              "too large" in d.log_text(), "a file that cannot be written leaves the others", d.log_text())
     with Daemon("--session-dir", "/nowhere/at/all", waits=False) as d:
         check(d.wait() == 78 and "session-dir" in d.log_text(), "a folder that is not there")
 
