@@ -58,13 +58,29 @@ static void finish(struct engine_job *j, int rc)
 
 /* ---- sessions that are brought in ---- */
 
+/* Pages that are free or would be without all that may be evicted for a session. */
+static int32_t pages_in_reach(const struct engine *en)
+{
+    int32_t n = en->pages.n_free + en->pages.n_cached;
+    bool *spared = calloc((size_t)en->pages.n_total, sizeof(*spared));
+    if (!spared)
+        return n;
+    sessions_mark_spared(en->sessions, spared);
+    for (int32_t i = 0; i < en->pages.n_total; i++)
+        n -= spared[i] && en->pages.held_refs[i] == 0;
+    free(spared);
+    return n;
+}
+
+/* Evicts nothing where that would not be enough. */
 static int make_room(struct engine *en, int32_t n_pages, bool takes_free_only)
 {
     if (n_pages > en->pages.n_total)
         return ERR_TOO_LARGE;
+    if (en->pages.n_free < n_pages && (takes_free_only || pages_in_reach(en) < n_pages))
+        return ERR_FULL;
     while (en->slots.n_free == 0 || en->pages.n_free < n_pages) {
-        if (takes_free_only || en->pages.n_free + en->pages.n_cached < n_pages ||
-            (!engine_prefix_evict(en) && !engine_session_evict(en, false)))
+        if (takes_free_only || (!engine_prefix_evict(en) && !engine_session_evict(en, false)))
             return ERR_FULL;
     }
     return 0;

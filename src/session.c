@@ -378,6 +378,16 @@ static int order_of(const struct session *s)
     return 2 * s->is_pinned + (s->is_busy || s->n_users > 0);
 }
 
+void sessions_mark_spared(struct sessions *t, bool *marks)
+{
+    pthread_mutex_lock(&t->lock);
+    for (const struct session *s = t->first; s; s = s->next)
+        if (s->n_exports || (s->is_listed && order_of(s) > 0))
+            for (int32_t i = 0; i < s->n_pages; i++)
+                marks[s->pages[i]] = true;
+    pthread_mutex_unlock(&t->lock);
+}
+
 struct session *sessions_evict(struct sessions *t, bool is_needed)
 {
     struct session *first = NULL;

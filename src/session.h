@@ -108,6 +108,8 @@ struct session *sessions_next_dead(struct sessions *t, int64_t now_us);
  * or pinned are spared unless is_needed, and then the pinned go last; those that are exported are
  * spared. NULL: none. O(sessions). */
 struct session *sessions_evict(struct sessions *t, bool is_needed);
+/* Sets marks [pages of the pool] for the pages of sessions that sessions_evict(t, false) spares. */
+void sessions_mark_spared(struct sessions *t, bool *marks);
 /* Sessions on the list. */
 int32_t sessions_count(struct sessions *t);
 

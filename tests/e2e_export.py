@@ -278,9 +278,12 @@ def small_pools(file, long):
     with Daemon("--state-slots", 2, "--kv-tokens", 320, "--prefix-cache", "no",
                 "--transfer-timeout-s", 5 if is_sanitized() else 2) as d:
         name = bring(d, file, "?pinned=true").json()["id"]
+        idle = bring(d, made_up(file, [1] * 20)).json()["id"]
         a = bring(d, file)
         check(a.status == 503 and "retry-after" in a.headers and "no room" in a.error()["message"],
               "no room beside a pinned one", a)
+        check(d.ask("GET", f"/v1/sessions/{idle}").status == 200, "so none goes in vain")
+        d.ask("DELETE", f"/v1/sessions/{idle}")
         d.ask("POST", f"/v1/sessions/{name}", {"pinned": False})
         check(bring(d, file).status == 200, "an idle one makes room")
         check(d.ask("GET", f"/v1/sessions/{name}").status == 404, "and is gone")
