@@ -321,6 +321,11 @@ static int prepare(struct import *t, const char **param, struct errmsg *why)
 void api_session_import(struct api *a, struct exchange *x)
 {
     struct errmsg why;
+    if (!exchange_is_intake(x)) { /* the model was ready between its first line and here */
+        api_error(a, x, 503, NULL,
+                  "the model was being loaded when the file began; send it again");
+        return;
+    }
     struct import *t = calloc(1, sizeof(*t));
     if (!t) {
         api_error(a, x, 500, NULL, "memory is short");

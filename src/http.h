@@ -159,6 +159,9 @@ void exchange_notice(struct exchange *x);
 void exchange_ref(struct exchange *x);
 void exchange_unref(struct exchange *x);
 
+/* Whether config's intake said so of the body when it began. */
+bool exchange_is_intake(const struct exchange *x);
+
 /* Up to cap bytes of a body whose config says intake are kept for exchange_intake_read; before this
  * none are taken. Notices come with more bytes, and when all are there. Returns 0 or ERR_NOMEM. */
 int exchange_intake_open(struct exchange *x, size_t cap);

@@ -47,6 +47,11 @@ void exchange_file_open(struct exchange *x, const char *content_type, int64_t le
     pthread_mutex_unlock(&x->http->lock);
 }
 
+bool exchange_is_intake(const struct exchange *x)
+{
+    return x->is_intake;
+}
+
 int exchange_intake_open(struct exchange *x, size_t cap)
 {
     char *ring = malloc(cap);
