@@ -12,7 +12,7 @@
 #include "rng.h"
 #include "sched.h"
 
-enum { MAX_ARGS = 40 };
+enum { MAX_ARGS = 80 };
 
 static struct conf c;
 static struct errmsg e;
@@ -33,8 +33,10 @@ static int parse(const char *line)
     char *copy = strdup(line), *save = NULL;
     char *argv[MAX_ARGS] = {"prefilld"};
     int argc = 1;
-    for (char *w = strtok_r(copy, " ", &save); w; w = strtok_r(NULL, " ", &save))
+    for (char *w = strtok_r(copy, " ", &save); w; w = strtok_r(NULL, " ", &save)) {
+        cr_assert(argc < MAX_ARGS);
         argv[argc++] = w;
+    }
     e.text[0] = '\0';
     conf_fini(&c);
     int rc = conf_parse(argc, argv, &c, &e);
