@@ -123,8 +123,7 @@ build_and_check() {
     # Clients, documents and the proxy are not what a sanitizer looks at.
     scripts=
     [ "$variant" = plain ] || scripts='SCRIPT_TESTS=$(DAEMON_TESTS)'
-    # tests/test_export and tests/test_http_flow have the threads of this one, in a tenth of its time.
-    [ "$variant" = tsan ] && scripts='SCRIPT_TESTS=$(filter-out tests/e2e_export.py,$(DAEMON_TESTS))'
+    [ "$variant" = tsan ] && scripts='SCRIPT_TESTS=$(THREAD_TESTS)'
     # shellcheck disable=SC2086
     stage "$variant: check" "$dir" timeout --foreground -k 10 $hang_s $run make -j"$jobs" $scripts check
 }
