@@ -137,6 +137,72 @@ __device__ static inline void chunk_wait(const struct hopper_ctx *c, struct spli
 
 /* ---- split */
 
+/* This warp's V^T in accumulator layout: v[np][q] is (tokens 16 np + 8 (q / 2) .., rows
+ * g + 8 (q & 1)). */
+__device__ static inline void value_load(uint32_t v[4][4], uint32_t tile, int warp)
+{
+    int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int np = 0; np < 4; np++)
+        ldsm4_t(v[np], tile + tile_off(np * 16 + (lane >> 4) * 8 + (lane & 7),
+                                       2 * warp + ((lane >> 3) & 1)));
+}
+
+/* f = V^T - eg * x as an A operand. */
+__device__ static inline void residual(uint32_t f[4][4], const float x[8][4],
+                                       const uint32_t v[4][4], const float2 eg[8])
+{
+#pragma unroll
+    for (int np = 0; np < 4; np++)
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+            f[np][q] =
+                residual2(&x[2 * np + (q >> 1)][2 * (q & 1)], v[np][q], eg[2 * np + (q >> 1)]);
+}
+
+/* The factors of this thread's tokens. */
+__device__ static inline void tokens_load(float2 e[8], const float *by)
+{
+#pragma unroll
+    for (int nt = 0; nt < 8; nt++)
+        e[nt] = *(const float2 *)&by[8 * nt + 2 * (threadIdx.x & 3)];
+}
+
+__device__ static inline void scale_tokens(float x[8][4], const float2 e[8])
+{
+#pragma unroll
+    for (int nt = 0; nt < 8; nt++)
+        scale2(x[nt], e[nt]);
+}
+
+/* O^T of this warpgroup to `tile` as [64 tokens, 64], then n rows to memory: by one bulk copy
+ * that runs on, or row by row when the tile has rows of another sequence. The caller's barrier
+ * is free to use; before `tile` is written again, bulk_read_done by
+ * thread 0. */
+__device__ static inline void out_store(const float O[8][4], uint8_t *tile,
+                                        const CUtensorMap *map, const struct hopper_ctx *c,
+                                        int half, int chunk, int64_t row, int t, int barrier)
+{
+    int lane = t & 31, warp = t >> 5, n = rows_of(c, chunk);
+    uint32_t base = smem_addr(tile);
+#pragma unroll
+    for (int np = 0; np < 4; np++) {
+        uint32_t r[4];
+        frag_pack(r, O[2 * np], O[2 * np + 1]);
+        stsm4_t(base + tile_off(np * 16 + (lane >> 4) * 8 + (lane & 7),
+                                2 * warp + ((lane >> 3) & 1)),
+                r);
+    }
+    fence_async();
+    group_sync(barrier);
+    if (n == K_CHUNK) {
+        if (t == 0)
+            tma_store3(map, tile, half * 64, c->h, c->tok + chunk * K_CHUNK);
+        return;
+    }
+    out_rows(tile, c, half, chunk, row, n, t);
+}
+
 /* What the state chain reads of a chunk besides its products' tiles. */
 struct chunk_regs {
     uint32_t v[4][4];
@@ -259,7 +325,8 @@ __device__ static inline void split_output(const struct k_gdn_delta *a,
         wg_fence();
         wg_kmajor<4>(O, vn, smem_addr(st->P), 1);
         wg_commit();
-        out_reusable<1>(t);
+        if (t == 0)
+            bulk_read_done<1>();
         group_sync(2);
         wg_wait<0>();
         wg_pin<8>(O);
@@ -267,7 +334,8 @@ __device__ static inline void split_output(const struct k_gdn_delta *a,
         out_store(O, s->out[i & 1], &m->o, c, half, i, (int64_t)a->d.HV * GDN_D, t, 1);
         j = j == STAGES - 1 ? 0 : j + 1;
     }
-    out_reusable<0>(t);
+    if (t == 0)
+        bulk_read_done<0>();
 }
 
 __global__ static void __launch_bounds__(HOPPER_THREADS, 1)

@@ -76,46 +76,18 @@ __device__ static inline void state_store(const float S[16][4], float *to, int h
     }
 }
 
-/* This warp's V^T in accumulator layout: v[np][q] is (tokens 16 np + 8 (q / 2) .., rows
- * g + 8 (q & 1)). */
-__device__ static inline void value_load(uint32_t v[4][4], uint32_t tile, int warp)
+/* Two neighbours of V^T - eg * W^T as an A operand holds them; the arithmetic of gdn_delta.cu's
+ * residual. */
+__device__ static inline uint32_t residual2(const float w[2], uint32_t v, float2 eg)
 {
-    int lane = threadIdx.x & 31;
-#pragma unroll
-    for (int np = 0; np < 4; np++)
-        ldsm4_t(v[np], tile + tile_off(np * 16 + (lane >> 4) * 8 + (lane & 7),
-                                       2 * warp + ((lane >> 3) & 1)));
+    return pack2(fmaf(-eg.x, w[0], lo2(v)), fmaf(-eg.y, w[1], hi2(v)));
 }
 
-/* f = V^T - eg * x as an A operand; the same arithmetic as gdn_delta.cu's residual. */
-__device__ static inline void residual(uint32_t f[4][4], const float x[8][4],
-                                       const uint32_t v[4][4], const float2 eg[8])
+/* Accumulators whose columns are two tokens, each times its factor. */
+__device__ static inline void scale2(float x[4], float2 by)
 {
-#pragma unroll
-    for (int np = 0; np < 4; np++)
-#pragma unroll
-        for (int q = 0; q < 4; q++) {
-            const float *w = &x[2 * np + (q >> 1)][2 * (q & 1)];
-            float2 e = eg[2 * np + (q >> 1)];
-            f[np][q] = pack2(fmaf(-e.x, w[0], lo2(v[np][q])), fmaf(-e.y, w[1], hi2(v[np][q])));
-        }
-}
-
-/* The factors of this thread's tokens. */
-__device__ static inline void tokens_load(float2 e[8], const float *by)
-{
-#pragma unroll
-    for (int nt = 0; nt < 8; nt++)
-        e[nt] = *(const float2 *)&by[8 * nt + 2 * (threadIdx.x & 3)];
-}
-
-__device__ static inline void scale_tokens(float x[8][4], const float2 e[8])
-{
-#pragma unroll
-    for (int nt = 0; nt < 8; nt++) {
-        x[nt][0] = __fmul_rn(x[nt][0], e[nt].x), x[nt][1] = __fmul_rn(x[nt][1], e[nt].y);
-        x[nt][2] = __fmul_rn(x[nt][2], e[nt].x), x[nt][3] = __fmul_rn(x[nt][3], e[nt].y);
-    }
+    x[0] = __fmul_rn(x[0], by.x), x[1] = __fmul_rn(x[1], by.y);
+    x[2] = __fmul_rn(x[2], by.x), x[3] = __fmul_rn(x[3], by.y);
 }
 
 __device__ static inline void pack64(uint32_t f[4][4], const float x[8][4])
@@ -125,41 +97,15 @@ __device__ static inline void pack64(uint32_t f[4][4], const float x[8][4])
         frag_pack(f[ks], x[2 * ks], x[2 * ks + 1]);
 }
 
-/* O^T of this warpgroup to `tile` as [64 tokens, 64], then n rows to memory: by one bulk copy
- * that runs on, or row by row when the tile has rows of another sequence. The caller's barrier
- * is free to use; before `tile` is written again, out_reusable. */
-__device__ static inline void out_store(const float O[8][4], uint8_t *tile,
-                                        const CUtensorMap *map, const struct hopper_ctx *c,
-                                        int half, int chunk, int64_t row, int t, int barrier)
+/* The first n of a chunk's rows from `tile` to memory, by a warpgroup: where the tile also has
+ * rows of another sequence. row: elements between two tokens. */
+__device__ static inline void out_rows(const uint8_t *tile, const struct hopper_ctx *c,
+                                       int half, int chunk, int64_t row, int n, int t)
 {
-    int lane = t & 31, warp = t >> 5, n = rows_of(c, chunk);
-    uint32_t base = smem_addr(tile);
-#pragma unroll
-    for (int np = 0; np < 4; np++) {
-        uint32_t r[4];
-        frag_pack(r, O[2 * np], O[2 * np + 1]);
-        stsm4_t(base + tile_off(np * 16 + (lane >> 4) * 8 + (lane & 7),
-                                2 * warp + ((lane >> 3) & 1)),
-                r);
-    }
-    fence_async();
-    group_sync(barrier);
-    if (n == K_CHUNK) {
-        if (t == 0)
-            tma_store3(map, tile, half * 64, c->h, c->tok + chunk * K_CHUNK);
-        return;
-    }
     bf16 *o = c->o + half * 64 + (int64_t)chunk * K_CHUNK * row;
     for (int i = t; i < n * 8; i += 128)
         *(uint4 *)(o + (i >> 3) * row + (i & 7) * 8) =
             *(const uint4 *)(tile + tile_off(i >> 3, i & 7));
-}
-
-/* All but the `PENDING` newest bulk stores of thread 0 have read their tiles. */
-template <int PENDING> __device__ static inline void out_reusable(int t)
-{
-    if (t == 0)
-        asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
 /* Body K_GDN_FUSED; o: the map of the output. */

@@ -319,7 +319,8 @@ __device__ static inline uint32_t corner_of(const struct fused_smem *s)
     return v;
 }
 
-/* This warp's V^T in accumulator layout, as value_load. */
+/* This warp's V^T in accumulator layout: v[np][q] is (tokens 16 np + 8 (q / 2) .., rows
+ * g + 8 (q & 1)). */
 __device__ static inline void value_at(uint32_t v[4][4], uint32_t at)
 {
 #pragma unroll
@@ -335,11 +336,9 @@ __device__ static inline void residual_from(uint32_t f[4][4], const float x[8][4
 #pragma unroll
     for (int np = 0; np < 4; np++) {
 #pragma unroll
-        for (int q = 0; q < 4; q++) {
-            const float *w = &x[2 * np + (q >> 1)][2 * (q & 1)];
-            float2 e = *(const float2 *)&eg[16 * np + 8 * (q >> 1)];
-            f[np][q] = pack2(fmaf(-e.x, w[0], lo2(v[np][q])), fmaf(-e.y, w[1], hi2(v[np][q])));
-        }
+        for (int q = 0; q < 4; q++)
+            f[np][q] = residual2(&x[2 * np + (q >> 1)][2 * (q & 1)], v[np][q],
+                                 *(const float2 *)&eg[16 * np + 8 * (q >> 1)]);
     }
 }
 
@@ -363,11 +362,8 @@ __device__ static inline void scale_from(float x[8][4], const float *by)
 {
     by += 2 * (threadIdx.x & 3);
 #pragma unroll
-    for (int nt = 0; nt < 8; nt++) {
-        float2 e = *(const float2 *)&by[8 * nt];
-        x[nt][0] = __fmul_rn(x[nt][0], e.x), x[nt][1] = __fmul_rn(x[nt][1], e.y);
-        x[nt][2] = __fmul_rn(x[nt][2], e.x), x[nt][3] = __fmul_rn(x[nt][3], e.y);
-    }
+    for (int nt = 0; nt < 8; nt++)
+        scale2(x[nt], *(const float2 *)&by[8 * nt]);
 }
 
 /* O^T of this warpgroup to its tile as [64 tokens, 64]. */
@@ -397,11 +393,7 @@ __device__ static inline void out_send(struct fused_smem *s, const struct k_gdn_
             tma_store3(&m->o, tile, half * 64, c->h, c->tok + chunk * K_CHUNK);
         return;
     }
-    int64_t row = (int64_t)a->d.HV * GDN_D;
-    bf16 *o = c->o + half * 64 + (int64_t)chunk * K_CHUNK * row;
-    for (int i = t; i < n * 8; i += 128)
-        *(uint4 *)(o + (i >> 3) * row + (i & 7) * 8) =
-            *(const uint4 *)(tile + tile_off(i >> 3, i & 7));
+    out_rows(tile, c, half, chunk, (int64_t)a->d.HV * GDN_D, n, t);
 }
 
 /* Chain and output of one half of V. The output of a chunk is sent while the next one's first

@@ -131,9 +131,7 @@ __device__ static inline uint32_t block_row(uint32_t tile, int row)
 __device__ static inline void block_store(uint32_t at, const uint32_t r[4])
 {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
+    stsm4(at, r);
 #else
     int lane = threadIdx.x & 31;
 #pragma unroll
