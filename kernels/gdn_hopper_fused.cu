@@ -13,8 +13,9 @@
  *
  * Grid one a multiprocessor, block 512, shared 227 KB, registers 2 * 64 + 2 * 192: exactly what
  * there is, and none spilled, for L1 is all shared memory and a spill would come from the L2.
- * Limit: tensor cores, 2560 cycles a chunk. Seen: some 5000, 2.7 us; all four warpgroups are
- * busy most of it, waiting for their turn on the tensor cores and for their own latency.
+ * Limit: tensor cores, 2560 cycles a chunk. Seen: 2.75 us a chunk with all multiprocessors busy,
+ * half of that limit's rate; all four warpgroups work most of the time and wait for their turn
+ * on the tensor cores and for their own latency (RESULTS-gpu.md).
  *
  * A chunk's tail: rows past the sequence's end belong to another request, so gram zeroes them
  * in shared memory; its rows of O are not stored. */

@@ -12,6 +12,7 @@
 
 #include "../kernels/kernels.h"
 #include "backend.h"
+#include "bf16.h"
 #include "gemm_cache.h"
 
 enum {
@@ -165,16 +166,6 @@ static inline struct cuda_impl *cuda_impl_of(struct backend *b)
 static inline size_t cuda_round_up(size_t n, size_t unit)
 {
     return (n + unit - 1) / unit * unit;
-}
-
-/* To nearest, ties to even; NaN stays NaN. */
-static inline uint16_t cuda_bf16_of(float x)
-{
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof(bits));
-    if ((bits & 0x7fffffff) > 0x7f800000)
-        return (uint16_t)(bits >> 16 | 0x40);
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
 static inline float cuda_f32_of(uint16_t h)

@@ -204,7 +204,7 @@ int cuda_state_write(struct backend *b, const struct gdn_dims *d, const struct s
         transpose(d, S, raw);
         for (size_t c = 0; c < (size_t)d->conv_dim; c++)
             for (size_t j = 0; j < 3; j++)
-                window[j * (size_t)d->conv_dim + c] = cuda_bf16_of(conv[c * 3 + j]);
+                window[j * (size_t)d->conv_dim + c] = bf16_of(conv[c * 3 + j]);
         rc = cuda_upload(b, state_at(d, p, slot), raw, state_elems(d) * sizeof(float));
     }
     if (rc == 0)
@@ -249,7 +249,7 @@ static void kv_copy(const struct kv_walk *w, int32_t t0, const float *from, floa
                 if (to)
                     to[row + (size_t)i] = cuda_f32_of(*at);
                 else
-                    *at = cuda_bf16_of(from[row + (size_t)i]);
+                    *at = bf16_of(from[row + (size_t)i]);
             }
         }
     }

@@ -46,11 +46,11 @@ static void convert(const struct weight_part *part, size_t from, size_t n, uint1
     } else if (part->dtype == DTYPE_F32) {
         const float *x = (const float *)part->rows + from;
         for (size_t i = 0; i < n; i++)
-            out[i] = cuda_bf16_of(x[i]);
+            out[i] = bf16_of(x[i]);
     } else {
         const uint16_t *x = (const uint16_t *)part->rows + from;
         for (size_t i = 0; i < n; i++)
-            out[i] = cuda_bf16_of(f16_to_f32(x[i]));
+            out[i] = bf16_of(f16_to_f32(x[i]));
     }
 }
 

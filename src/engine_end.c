@@ -54,16 +54,19 @@ void engine_admit(struct engine *en, struct request *r, const struct engine_star
     queue_leave(en->queue, r);
 }
 
-/* wipe: a fault left numbers there that must not be met again, whatever the build. */
+void engine_free_slot(struct engine *en, int32_t slot, bool wipe)
+{
+    if (PREFILLD_POISON || wipe)
+        model_poison_slot(en->model, slot);
+    slots_free(&en->slots, slot);
+}
+
 static void engine_release(struct engine *en, struct request *r, bool wipe)
 {
     if (r->slot < 0)
         return;
-    if (!engine_session_keep(en, r)) {
-        if (PREFILLD_POISON || wipe)
-            model_poison_slot(en->model, r->slot);
-        slots_free(&en->slots, r->slot);
-    }
+    if (!engine_session_keep(en, r))
+        engine_free_slot(en, r->slot, wipe);
     r->slot = -1;
     for (int32_t i = 0; i < r->n_pages; i++) {
         bool is_freed;

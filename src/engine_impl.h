@@ -64,8 +64,8 @@ static inline struct request *engine_request_of(struct sched_item *item)
     return (struct request *)((char *)item - offsetof(struct request, item));
 }
 
-/* Where a request begins: behind depth tokens, at a copy of slot, sharing n_shared whole pages, its
- * next page being a copy of copy_page. */
+/* Where a request begins: behind depth tokens, at a copy of slot, sharing n_shared whole pages,
+ * its next page being a copy of copy_page. */
 struct engine_start {
     int32_t depth, slot; /* slot -1: none, depth 0 */
     const int32_t *pages;
@@ -76,6 +76,9 @@ struct engine_start {
 /* Takes a slot and pages for r, which are free; it begins at `at`. */
 void engine_admit(struct engine *en, struct request *r, const struct engine_start *at);
 void engine_publish_metrics(struct engine *en);
+/* A slot that nothing holds any more. wipe: a fault left numbers there that must not be met
+ * again, whatever the build. */
+void engine_free_slot(struct engine *en, int32_t slot, bool wipe);
 /* Ends r, from whatever state it is in: takes it out of the scheduler, gives back all it holds,
  * hands it to its owner. With pieces in flight the rest happens when the last of them ends. */
 void engine_end_request(struct engine *en, struct request *r, enum outcome outcome,
@@ -91,8 +94,8 @@ void engine_session_tick(struct engine *en);
 /* Gives up the one that was not used for longest; is_needed: also one that is pinned, or that
  * requests wait to begin at, which then begin at their start. False: there is none. */
 bool engine_session_evict(struct engine *en, bool is_needed);
-/* r has ended well: the session that is to keep its end takes its slot and shares its pages. False:
- * it does not, and r has them still. */
+/* r has ended well: the session that is to keep its end takes its slot and shares its pages.
+ * False: it does not, and r has them still. */
 bool engine_session_keep(struct engine *en, struct request *r);
 /* r has ended: its sessions are free for others. */
 void engine_session_leave(struct engine *en, struct request *r);

@@ -138,9 +138,7 @@ static void drop_session(struct engine *en, struct session *s)
         if (PREFILLD_POISON)
             model_poison_page(en->model, s->pages[i]);
     }
-    if (PREFILLD_POISON)
-        model_poison_slot(en->model, s->slot);
-    slots_free(&en->slots, s->slot);
+    engine_free_slot(en, s->slot, false);
     free(s->pages);
     s->pages = NULL;
     s->n_pages = 0;

@@ -88,7 +88,7 @@ void engine_prefix_enter(struct engine *en, struct request *r)
 
 /* ---- a node's state ---- */
 
-/* v has no state any more, nor is to have one. wipe: as engine_release. */
+/* v has no state any more, nor is to have one. wipe: as engine_free_slot. */
 static void give_up(struct engine *en, struct prefix_node *v, bool wipe)
 {
     for (int32_t i = 0; i < v->n_pages; i++) {
@@ -98,9 +98,7 @@ static void give_up(struct engine *en, struct prefix_node *v, bool wipe)
             model_poison_page(en->model, v->pages[i]);
     }
     if (v->slot >= 0) {
-        if (PREFILLD_POISON || wipe)
-            model_poison_slot(en->model, v->slot);
-        slots_free(&en->slots, v->slot);
+        engine_free_slot(en, v->slot, wipe);
         en->n_kept_slots--;
         v->slot = -1;
     }

@@ -34,11 +34,8 @@ static void let_go(struct engine *en, struct session *s)
         if (is_freed && PREFILLD_POISON)
             model_poison_page(en->model, s->pages[i]);
     }
-    if (s->slot >= 0) {
-        if (PREFILLD_POISON)
-            model_poison_slot(en->model, s->slot);
-        slots_free(&en->slots, s->slot);
-    }
+    if (s->slot >= 0)
+        engine_free_slot(en, s->slot, false);
     free(s->pages);
     s->pages = NULL;
     s->n_pages = 0;

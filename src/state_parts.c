@@ -2,23 +2,16 @@
  * see state_file.h. */
 #include <stdlib.h>
 
+#include "bf16.h"
 #include "state_file.h"
 
 /* ---- dtypes ---- */
-
-/* To nearest, ties to even; NaN stays NaN. */
-static uint16_t bf16_of(uint32_t bits)
-{
-    if ((bits & 0x7fffffff) > 0x7f800000)
-        return (uint16_t)(bits >> 16 | 0x40);
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
 
 /* n numbers of dtype as numbers of the other one. */
 static void convert(enum dtype dtype, size_t n, const void *in, void *out)
 {
     if (dtype == DTYPE_F32) {
-        const uint32_t *from = in;
+        const float *from = in;
         uint16_t *to = out;
         for (size_t i = 0; i < n; i++)
             to[i] = bf16_of(from[i]);
