@@ -103,16 +103,16 @@ static bool is_counted(const struct exchange *x)
 
 int api_read_keys(struct api *a, const char *api_key_file, struct errmsg *e)
 {
-    struct api_keys *newest;
-    int rc = api_keys_read(api_key_file, atomic_load(&a->keys), &newest, e);
-    if (rc == 0)
-        atomic_store(&a->keys, newest);
-    return rc;
+    if (!a->keys)
+        a->keys = api_keys_new();
+    return a->keys ? api_keys_read(a->keys, api_key_file, e)
+                   : errmsg_set(e, ERR_NOMEM, "no memory for keys");
 }
 
 void api_close(struct api *a)
 {
-    api_keys_free(atomic_exchange(&a->keys, NULL));
+    api_keys_free(a->keys);
+    a->keys = NULL;
 }
 
 /* ---- answers ---- */
@@ -267,7 +267,7 @@ static int refusal(const struct api *a, const struct exchange *x, const struct r
         *message = "this call takes another method; see Allow";
         return 405;
     }
-    if (needs_key(a, r) && !api_keys_allow(atomic_load(&a->keys), exchange_authorization(x))) {
+    if (needs_key(a, r) && !api_keys_allow(a->keys, exchange_authorization(x))) {
         *message = "a key is needed: Authorization: Bearer KEY";
         return 401;
     }

@@ -63,8 +63,8 @@ struct api {
     bool prefix_cache; /* calls may share what their prompts begin with */
     int64_t started_unix_s;
 
-    struct api_keys *_Atomic keys; /* owned; api_read_keys puts another set in front */
-    struct key_limits key_limits;  /* of each key */
+    struct api_keys *keys;            /* owned; made by the first api_read_keys */
+    struct api_key_limits key_limits; /* of each key */
     bool hands_over; /* a successor gets the sockets: what comes while draining is answered */
 };
 

@@ -103,8 +103,7 @@ static void give_sessions(struct api *a, struct request *r)
 
 void group_fini(struct group *g)
 {
-    if (g->use)
-        key_use_leave(g->use, g->n, g->n_used_tokens);
+    api_keys_leave(g->api->keys, g->key, g->n, g->n_used_tokens);
     for (int32_t i = 0; i < g->n; i++) {
         give_sessions(g->api, g->requests[i]);
         request_unref(g->requests[i]);
@@ -273,18 +272,21 @@ static int share(struct group *g)
 static bool enter_key(struct group *g)
 {
     struct api *a = g->api;
-    const struct key_limits *l = &a->key_limits;
-    struct key_use *u =
-        l->max_requests > 0 || l->max_tokens > 0
-            ? api_keys_use(atomic_load(&a->keys), exchange_authorization(g->exchange))
-            : NULL;
+    const struct api_key_limits *l = &a->key_limits;
+    if (l->max_requests == 0 && l->max_tokens == 0)
+        return true;
     int64_t n_tokens = 0;
     for (int32_t i = 0; i < g->n; i++)
         n_tokens += g->requests[i]->n_prompt;
-    if (!u || key_use_enter(u, l, g->n, n_tokens)) {
-        g->use = u;
+    int rc = api_keys_enter(a->keys, exchange_authorization(g->exchange), l, g->n, n_tokens,
+                            &g->key);
+    if (rc == 0) {
         g->n_used_tokens = n_tokens;
         return true;
+    }
+    if (rc == ERR_NOMEM) {
+        api_refuse(a, g->exchange, 500, NULL, "memory is short");
+        return false;
     }
     bool never = (l->max_requests > 0 && g->n > l->max_requests) ||
                  (l->max_tokens > 0 && n_tokens > l->max_tokens);

@@ -33,7 +33,7 @@ struct group {
     struct request **requests;    /* the same requests, as the queue takes them */
     int32_t n, cap;
     /* What its key has in flight, of which n_used_tokens are this one's; NULL: not counted. */
-    struct key_use *use;
+    struct api_key *key;
     int64_t n_used_tokens;
     /* Set before the start: the answer goes out as it grows. */
     bool is_stream;

@@ -199,7 +199,7 @@ static int server_open_http(struct server *s, struct errmsg *e)
     s->api.backend_name = s->backend.ops->name;
     s->api.stall_s = c->stall_s;
     s->api.key_scope = c->api_key_scope;
-    s->api.key_limits = (struct key_limits){c->max_key_requests, c->max_key_tokens};
+    s->api.key_limits = (struct api_key_limits){c->max_key_requests, c->max_key_tokens};
     s->api.started_unix_s = (int64_t)time(NULL);
     s->api.tokenizer = s->tokenizer;
     s->api.cancel = server_cancel;

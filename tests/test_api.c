@@ -1,7 +1,6 @@
 /* The API over real sockets, with a stub for the engine: phases, health, overload, outcomes,
  * hang-ups. What needs numbers of a model is in the end-to-end tests. A plain program, so that it
  * also runs under TSan. */
-#include <fcntl.h>
 #include <signal.h>
 
 #include "api_stub.h"
@@ -346,162 +345,6 @@ static void test_draining(void)
     server_stop(s);
 }
 
-static void test_keys(void)
-{
-    char path[] = "/tmp/prefilld-keys-XXXXXX";
-    int file = mkstemp(path);
-    client_sleep_ms(0);
-    if (write(file, "first-key\r\n\n  second key \n", 26) != 26)
-        printf("Bail out! write\n");
-    close(file);
-    struct server *s = server_start(path);
-    static const struct {
-        const char *header;
-        int status;
-    } cases[] = {{"", 401},
-                 {"Authorization: Bearer first-key\r\n", 200},
-                 {"authorization: bearer   first-key\r\n", 200},
-                 {"Authorization: Bearer second key\r\n", 200},
-                 {"Authorization: Bearer first-ke\r\n", 401},
-                 {"Authorization: Bearer first-keyy\r\n", 401},
-                 {"Authorization: Bearer first-kez\r\n", 401},
-                 {"Authorization: Bearer\r\n", 401},
-                 {"Authorization: Bearer \r\n", 401},
-                 {"Authorization: Basic first-key\r\n", 401},
-                 {"Authorization: first-key\r\n", 401}};
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
-        char request[300];
-        snprintf(request, sizeof(request),
-                 "POST /v1/prefill HTTP/1.1\r\nHost: t\r\n%sContent-Length: 14\r\n\r\n"
-                 "{\"prompt\":[1]}",
-                 cases[i].header);
-        struct answer a = client_ask(s->address, request);
-        CHECK(a.status == cases[i].status &&
-                  (a.status == 200 || (strstr(a.body, "authentication_error") &&
-                                       answer_header(&a, "WWW-Authenticate"))),
-              "key case %zu: %d", i, a.status);
-        answer_free(&a);
-    }
-    expect(ask(s, "GET", "/health", ""), 200, "ok", "calls outside of /v1 need no key");
-    expect(ask(s, "GET", "/v1/models", ""), 401, "authentication_error", "all of /v1 does");
-    expect(ask(s, "POST", "/generate", "{}"), 401, "authentication_error",
-           "what computes, too");
-    expect(ask(s, "POST", "/rerank", "{}"), 401, "authentication_error", "as does /rerank");
-    static const char *const paths[] = {"/tokenizer_info", "/metrics", "/version", "/",
-                                        "/health",         "/ready"};
-    static const int n_open[] = {[API_KEY_CALLS] = 6, [API_KEY_ALL_BUT_HEALTH] = 2};
-    for (int scope = API_KEY_CALLS; scope <= API_KEY_ALL; scope++) {
-        s->api.key_scope = scope;
-        for (int i = 0; i < 6; i++) {
-            struct answer a = ask(s, "GET", paths[i], "");
-            int wanted = scope != API_KEY_ALL && i >= 6 - n_open[scope] ? 200 : 401;
-            CHECK(a.status == wanted, "scope %d, %s: %d", scope, paths[i], a.status);
-            answer_free(&a);
-            char request[200];
-            snprintf(request, sizeof(request),
-                     "GET %s HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer first-key\r\n\r\n",
-                     paths[i]);
-            a = client_ask(s->address, request);
-            CHECK(a.status == 200, "with a key: %d", a.status);
-            answer_free(&a);
-        }
-    }
-    expect(ask(s, "GET", "/nothing", ""), 404, "not_found", "what is not there is said to all");
-    server_stop(s);
-    struct api none = {0};
-    struct errmsg e;
-    CHECK(api_read_keys(&none, path, &e) == 0 && !api_keys_allow(none.keys, NULL),
-          "keys are read");
-    const struct api_keys *before = none.keys;
-    file = open(path, O_WRONLY | O_TRUNC);
-    close(file);
-    CHECK(api_read_keys(&none, path, &e) == ERR_INVALID && strstr(e.text, "no key"), "%s",
-          e.text);
-    unlink(path);
-    CHECK(api_read_keys(&none, path, &e) == ERR_NOT_FOUND && strstr(e.text, path), "%s",
-          e.text);
-    CHECK(none.keys == before, "what cannot be read changes nothing");
-    CHECK(api_read_keys(&none, NULL, &e) == 0 && api_keys_allow(none.keys, NULL),
-          "no file, no keys");
-    api_close(&none);
-}
-
-/* A call with a key; the connection. */
-static int send_with_key(struct server *s, const char *key, const char *body)
-{
-    char request[512];
-    int fd = client_connect(s->address);
-    snprintf(request, sizeof(request),
-             "POST /v1/completions HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer %s\r\n"
-             "Content-Length: %zu\r\n\r\n%s",
-             key, strlen(body), body);
-    client_sends(fd, request);
-    return fd;
-}
-
-static void expect_with_key(struct server *s, const char *key, const char *body, int status,
-                            const char *text, const char *what)
-{
-    int fd = send_with_key(s, key, body);
-    struct answer a = client_read(fd, 1);
-    CHECK(status != 429 || answer_header(&a, "Retry-After"), "429 says when to come back");
-    expect(a, status, text, what);
-    close(fd);
-}
-
-/* What one key has in flight; another has its own; a reload forgets nothing. */
-static void test_key_limits(void)
-{
-    static const char three[] = "{\"prompt\":[5,6,7],\"max_tokens\":1}";
-    char path[] = "/tmp/prefilld-keys-XXXXXX";
-    struct errmsg e;
-    int file = mkstemp(path);
-    if (write(file, "one\ntwo\n", 8) != 8)
-        CHECK(false, "write");
-    struct server *s = server_start(path);
-    s->api.key_limits = (struct key_limits){3, 8};
-    expect_with_key(s, "one", "{\"prompt\":[[5],[6],[7],[8]]}", 400,
-                    "too much for one key: one key may have 3 requests and 8 prompt tokens in "
-                    "flight; this call has 4 with 4",
-                    "a list that the limit never lets in");
-    expect_with_key(s, "one", "{\"prompt\":[1,2,3,4,5,6,7,8,9]}", 400, "this call has 1 with 9",
-                    "a prompt that it never lets in");
-    atomic_store(&s->is_held, true);
-    int fds[] = {send_with_key(s, "one", three), send_with_key(s, "one", three)};
-    CHECK(becomes(&s->n_taken, 2), "two are under way");
-    expect_with_key(s, "one", three, 429, "\"type\": \"rate_limit_error\"",
-                    "tokens are too many");
-    expect_with_key(s, "one", "{\"prompt\":[[5],[6]]}", 429,
-                    "too much of this key is in flight", "requests are too many");
-    CHECK(api_read_keys(&s->api, path, &e) == 0, "a reload");
-    expect_with_key(s, "one", three, 429, "this call has 1 with 3", "which forgets nothing");
-    int other = send_with_key(s, "two", three);
-    CHECK(becomes(&s->n_taken, 3), "another key has its own");
-    close(fds[0]);
-    CHECK(becomes(&s->n_done, 1), "one hangs up");
-    int next = -1;
-    for (int i = 0; i < 200 && atomic_load(&s->n_taken) == 3; i++) {
-        if (next >= 0)
-            close(next);
-        next = send_with_key(s, "one", three);
-        client_sleep_ms(10);
-    }
-    CHECK(becomes(&s->n_taken, 4), "and another may come");
-    atomic_store(&s->is_held, false);
-    expect(client_read(next, 1), 200, "choices", "which is answered");
-    expect(client_read(fds[1], 1), 200, "choices", "as is the first");
-    expect(client_read(other, 1), 200, "choices", "and the other key's");
-    for (int i = 0; i < 5; i++)
-        expect_with_key(s, "one", three, 200, "choices", "one after another");
-    CHECK(counted(s, OUTCOME_INVALID) >= 5, "refusals count");
-    close(next);
-    close(fds[1]);
-    close(other);
-    server_stop(s);
-    close(file);
-    unlink(path);
-}
-
 /* ---- calls for debugging ---- */
 
 static void note_stall(void *arg, int64_t stall_us)
@@ -601,8 +444,6 @@ int main(void)
     test_overload();
     test_hangup();
     test_draining();
-    test_keys();
-    test_key_limits();
     test_stall();
     test_storm();
     return tap_done();
