@@ -103,7 +103,8 @@ static void give_sessions(struct api *a, struct request *r)
 
 void group_fini(struct group *g)
 {
-    api_keys_leave(g->api->keys, g->key, g->n, g->n_used_tokens);
+    if (g->key)
+        api_keys_leave(g->api->keys, g->key, g->n, g->n_used_tokens);
     for (int32_t i = 0; i < g->n; i++) {
         give_sessions(g->api, g->requests[i]);
         request_unref(g->requests[i]);

@@ -254,8 +254,6 @@ int api_keys_enter(struct api_keys *k, const char *authorization,
 void api_keys_leave(struct api_keys *k, struct api_key *key, int64_t n_requests,
                     int64_t n_tokens)
 {
-    if (!key)
-        return;
     pthread_mutex_lock(&k->lock);
     key->n_requests -= n_requests;
     key->n_tokens -= n_tokens;

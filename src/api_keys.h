@@ -35,7 +35,6 @@ bool api_keys_allow(struct api_keys *k, const char *authorization);
 int api_keys_enter(struct api_keys *k, const char *authorization,
                    const struct api_key_limits *l, int64_t n_requests, int64_t n_tokens,
                    struct api_key **key);
-/* key NULL is legal. */
 void api_keys_leave(struct api_keys *k, struct api_key *key, int64_t n_requests,
                     int64_t n_tokens);
 

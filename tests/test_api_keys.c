@@ -263,8 +263,8 @@ static void *caller_main(void *arg)
         if (api_keys_allow(c->api->keys, c->authorization) &&
             api_keys_enter(c->api->keys, c->authorization, &any, 1, 10, &key) != 0)
             c->was_refused = true;
-        else
-            api_keys_leave(c->api->keys, key, key ? 1 : 0, key ? 10 : 0);
+        else if (key)
+            api_keys_leave(c->api->keys, key, 1, 10);
         atomic_fetch_add(c->n_turns, 1);
     }
     return NULL;
