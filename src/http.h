@@ -84,6 +84,9 @@ void http_quiesce(struct http *h);
 /* Waits until every request that arrived is answered and the answers are sent, or deadline_us
  * (monotonic) has passed; returns whether nothing is left. After http_quiesce. */
 bool http_flush(struct http *h, int64_t deadline_us);
+/* Streams that have ended, but whose clients lag, are cut: whole events that they have not taken
+ * give way to an error event, which reaches a slow reader sooner. Then another http_flush. */
+void http_cut(struct http *h);
 /* Closes every connection; what is unanswered is hung up on. Returns when each exchange has had
  * its exchange_reply, so whoever owes one must still run. May be NULL. */
 void http_close(struct http *h);

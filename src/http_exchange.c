@@ -284,12 +284,12 @@ static void drop_call(struct exchange *x)
         x->free_call(call);
 }
 
-/* http.lock held. body becomes the last event of x. */
-static void add_last_event(struct exchange *x, const struct buf *body)
+/* body becomes the last event of a stream. */
+static void add_last_event(struct buf *stream, const struct buf *body)
 {
-    buf_adds(&x->stream, "data: ");
-    buf_add(&x->stream, body->data, body->len);
-    buf_adds(&x->stream, "\n\ndata: [DONE]\n\n");
+    buf_adds(stream, "data: ");
+    buf_add(stream, body->data, body->len);
+    buf_adds(stream, "\n\ndata: [DONE]\n\n");
 }
 
 /* http.lock held. There is more to send, or an end. */
@@ -331,7 +331,7 @@ bool exchange_reply(struct exchange *x, int status, const char *content_type, st
     enum exchange_state before = x->state;
     if (before == EXCHANGE_STREAMING) {
         if (x->file_bytes < 0)
-            add_last_event(x, body);
+            add_last_event(&x->stream, body);
         x->state = EXCHANGE_ANSWERED;
         wake_stream(x);
     } else if (before == EXCHANGE_INTAKE) {
@@ -456,6 +456,38 @@ bool exchange_stream_end(struct exchange *x, struct buf *events)
     pthread_mutex_unlock(&x->http->lock);
     exchange_settle(x);
     return is_here;
+}
+
+/* http.lock held. Keeps what waits of x's events up to the end of the one that is being sent, if
+ * that and `last` are less than all. */
+static void cut(struct exchange *x, const struct buf *last)
+{
+    struct buf *s = &x->stream;
+    size_t at = x->stream_at > 0 ? x->stream_at - 1 : 0; /* the blank line may be half sent */
+    while (at + 2 <= s->len && memcmp(s->data + at, "\n\n", 2) != 0)
+        at++;
+    if (at + 2 + last->len >= s->len)
+        return;
+    s->len = at + 2;
+    buf_add(s, last->data, last->len);
+}
+
+void http_cut(struct http *h)
+{
+    struct buf body, last;
+    buf_init(&body);
+    buf_init(&last);
+    api_error_write(&body, 503, NULL, NULL, "the server is shutting down");
+    add_last_event(&last, &body);
+    pthread_mutex_lock(&h->lock);
+    for (struct conn *c = h->conns; c && !last.failed && !body.failed; c = c->next) {
+        struct exchange *x = c->current;
+        if (x && x->state == EXCHANGE_ANSWERED && x->is_streaming && x->file_bytes < 0)
+            cut(x, &last);
+    }
+    pthread_mutex_unlock(&h->lock);
+    buf_fini(&body);
+    buf_fini(&last);
 }
 
 void exchange_ping(struct exchange *x, int64_t now_us)

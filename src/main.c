@@ -433,7 +433,7 @@ static int server_wait(struct server *s)
  * connection that is left gets one more answer. */
 static void server_drain(struct server *s)
 {
-    enum { LOOK_US = 50000, INCOMING_US = 5000000 };
+    enum { LOOK_US = 50000, INCOMING_US = 5000000, READ_US = 1000000, READ_CUT_US = 4000000 };
     int64_t now_us = request_now_us();
     int64_t deadline_us = now_us + (int64_t)s->conf.drain_s * 1000000;
     int64_t incoming_us = s->api.hands_over ? now_us + INCOMING_US : now_us;
@@ -470,7 +470,10 @@ static void server_drain(struct server *s)
     http_quiesce(s->http);
     engine_stop(s->engine);
     server_save_sessions(s);
-    http_flush(s->http, request_now_us() + 1000000);
+    if (!http_flush(s->http, request_now_us() + READ_US)) {
+        http_cut(s->http);
+        http_flush(s->http, request_now_us() + READ_CUT_US);
+    }
 }
 
 static void server_close(struct server *s)

@@ -7,6 +7,8 @@ import math
 import os
 import signal
 import struct
+import tempfile
+import time
 
 from e2e import SRCDIR, Daemon, check, done, until
 
@@ -272,23 +274,35 @@ def others(d):
     check(d.ask("GET", "/v1/models/demo").json()["id"] == "demo", "one model")
 
 
-def begin_stream(d, n_tokens):
+def begin_stream(d, n_tokens, **fields):
     """A connection with a stream that has begun, and its first bytes."""
     c = d.conn()
     body = json.dumps({"prompt": "And God said", "max_tokens": n_tokens, "ignore_eos": True,
-                       "temperature": 0, "stream": True}).encode()
+                       "temperature": 0, "stream": True, **fields}).encode()
     c.send(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n" %
            len(body) + body)
     return c, c.sock.recv(2000)
 
 
-def to_the_end(c, data):
+def to_the_end(c, data, n_bytes=1 << 16, pause_s=0):
     while True:
-        more = c.sock.recv(1 << 16)
+        more = c.sock.recv(n_bytes)
         if not more:
             c.close()
             return data
         data += more
+        time.sleep(pause_s)
+
+
+def chunks_of(data):
+    """What the chunks hold that follow data's header; None when the last is not there."""
+    rest, text = data.split(b"\r\n\r\n", 1)[1], b""
+    while b"\r\n" in rest:
+        size, rest = rest.split(b"\r\n", 1)
+        if int(size, 16) == 0:
+            return text
+        text, rest = text + rest[:int(size, 16)], rest[int(size, 16) + 2:]
+    return None
 
 
 def stopping():
@@ -309,6 +323,20 @@ def stopping():
         check(b'data: {"error": {"message": "the server is shutting down"' in data, "cut in words",
               data[-300:])
         check(d.wait() == 0, "and the daemon ends")
+    # What a unix socket holds does not grow: the rest waits in the daemon, for longer than that lives.
+    with (tempfile.TemporaryDirectory() as tmp,
+          Daemon("--drain-s", 0, listen=(f"unix:{tmp}/socket",)) as d):
+        c, data = begin_stream(d, 30000, logprobs=20)
+        until(lambda: d.metrics()["prefilld_generated_tokens_total"] > 400)
+        d.signal(signal.SIGTERM)
+        until(lambda: "event=drain_cut" in d.log_text())
+        data = to_the_end(c, data, 4096, 0.05)
+        events = (chunks_of(data) or b"").split(b"\n\n")
+        check(len(events) > 2 and events[-2:] == [b"data: [DONE]", b""] and
+              events[-3].startswith(b'data: {"error": {"message": "the server is shutting down"') and
+              all(json.loads(e.removeprefix(b"data: "))["choices"] for e in events[:-3]),
+              "a slow reader is told, too, behind whole events", data[-300:])
+        check(d.wait() == 0, "and not waited for")
 
 
 stopping()

@@ -76,6 +76,11 @@ static void handle(void *arg, struct exchange *x)
             ((uint32_t *)(void *)out.data)[i] = i;
         out.len = BIG_WORDS * sizeof(uint32_t);
         exchange_reply(x, 200, "text/plain", &out);
+    } else if (strcmp(path, "/events") == 0) {
+        exchange_stream_open(x);
+        for (int i = 0; i < N_EVENTS; i++)
+            buf_printf(&out, "data: %0*d\n\n", EVENT_DIGITS, i);
+        exchange_stream_end(x, &out);
     } else if (strcmp(path, "/hold") == 0) {
         while (atomic_load(&s->holds_workers))
             client_sleep_ms(1);

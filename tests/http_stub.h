@@ -12,7 +12,12 @@
 
 #define HOST "Host: t\r\n"
 
-enum { MAX_PARKED = 512, BIG_WORDS = 1 << 22 /* of the answer to /big, counting up */ };
+enum {
+    MAX_PARKED = 512,
+    BIG_WORDS = 1 << 22, /* of the answer to /big, counting up */
+    N_EVENTS = 4000,     /* of the stream at /events, counting up in so many digits */
+    EVENT_DIGITS = 1000
+};
 
 /* The server under test and what the stub saw. */
 struct server {

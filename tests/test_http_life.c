@@ -231,6 +231,68 @@ static void test_slow_reader(void)
     server_stop(s);
 }
 
+/* Reads a chunked body to its end: true, or to the end of the connection. */
+static bool read_chunked(int fd, struct buf *out)
+{
+    for (;;) {
+        char line[32];
+        size_t len = 0;
+        while (len < 2 || memcmp(line + len - 2, "\r\n", 2) != 0)
+            if (len == sizeof(line) || client_recv(fd, line + len++, 1) != 1)
+                return false;
+        size_t want = (size_t)strtoul(line, NULL, 16);
+        buf_reserve(out, want + 2);
+        for (size_t got = 0; got < want + 2;) {
+            ssize_t n = client_recv(fd, out->data + out->len + got, want + 2 - got);
+            if (n <= 0)
+                return false;
+            got += (size_t)n;
+        }
+        out->len += want;
+        if (want == 0)
+            return true;
+    }
+}
+
+/* Streams that end when their client has not read them: cut behind a whole event, or, when little
+ * is left, not at all. */
+static void test_cut(const char *dir)
+{
+    static const char last[] =
+        "data: {\"error\": {\"message\": \"the server is shutting down\"";
+    static const char done[] = "}}\n\ndata: [DONE]\n\n";
+    const size_t event_len = strlen("data: \n\n") + EVENT_DIGITS;
+    char address[300];
+    const char *listen[1] = {address};
+    struct http_config c = server_config();
+    snprintf(address, sizeof(address), "unix:%s/cut.sock", dir);
+    c.listen = listen;
+    struct server *s = server_start(c);
+    int fd = client_connect(s->address);
+    client_sends(fd, "GET /events HTTP/1.1\r\n" HOST "\r\n");
+    struct answer a = client_read(fd, 0);
+    CHECK(a.status == 200, "a stream begins");
+    answer_free(&a);
+    http_quiesce(s->http);
+    CHECK(!http_flush(s->http, client_now_ms() * 1000 + 50000), "its client does not read");
+    http_cut(s->http);
+    http_cut(s->http); /* changes nothing more */
+    struct buf b;
+    buf_init(&b);
+    CHECK(read_chunked(fd, &b) && buf_cstr(&b), "it ends");
+    const char *end = b.data ? strstr(b.data, last) : NULL;
+    size_t n = end ? (size_t)(end - b.data) / event_len : 0;
+    bool is_right = end && (size_t)(end - b.data) == n * event_len && n > 0 && n < N_EVENTS &&
+                    strcmp(b.data + b.len - strlen(done), done) == 0 && !strstr(end + 1, last);
+    for (size_t i = 0; is_right && i < n; i++)
+        is_right = strtoul(b.data + i * event_len + strlen("data: "), NULL, 10) == i;
+    CHECK(is_right, "an error is the last event, behind %zu whole ones", n);
+    CHECK(http_flush(s->http, client_now_ms() * 1000 + 3000000), "nothing is left");
+    buf_fini(&b);
+    close(fd);
+    server_stop(s);
+}
+
 /* ---- limits ---- */
 
 static void test_connection_limit(void)
@@ -526,6 +588,7 @@ int main(void)
     test_deadlines();
     test_idle(dir);
     test_slow_reader();
+    test_cut(dir);
     test_connection_limit();
     test_full_pool();
     test_close_with_suspended();
