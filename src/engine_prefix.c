@@ -65,8 +65,9 @@ static void begin_at_nearest(struct engine *en, struct request *r)
 
 void engine_prefix_enter(struct engine *en, struct request *r)
 {
-    /* The row of a token comes from the token before it, which must be computed, or kept. */
-    int32_t n_use = r->n_prompt - 1, n_end = r->n_prompt, P = en->pages.page_tokens;
+    /* The row of a token comes from the token before it, which must be computed, or kept. So only
+     * a longer prompt could begin where r ends: what r keeps lies before its last token. */
+    int32_t n_use = r->n_prompt - 1, n_end = r->n_prompt - 1, P = en->pages.page_tokens;
     r->wants_rows = r->logprobs == LOGPROBS_ALL && r->logprobs_from <= 1;
     if (r->logprobs == LOGPROBS_ALL && !r->wants_rows && r->logprobs_from - 1 < n_use)
         n_use = r->logprobs_from - 1;
@@ -300,8 +301,8 @@ static bool ask(const struct engine *en, struct prefix_node *v)
 static bool tells_rows(const struct prefix_node *v, const struct request *r)
 {
     const struct request *m = v->maker;
-    return !r->wants_rows || (m->wants_rows && m->n_top >= r->n_top && v->depth < m->n_prompt &&
-                              m->ids[v->depth] == r->ids[v->depth]);
+    return !r->wants_rows ||
+           (m->wants_rows && m->n_top >= r->n_top && m->ids[v->depth] == r->ids[v->depth]);
 }
 
 static void park_at(struct request *r, struct prefix_node *v)

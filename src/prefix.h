@@ -96,8 +96,8 @@ void prefix_unrank(struct prefix *p, struct prefix_node *v, bool is_evicted);
 
 /* ---- prefix_rows.c: numbers of tokens */
 
-/* Keeps r's numbers of v's edge, and of r's token behind v; they are in place in r, which has
- * LOGPROBS_ALL. Replaces what was there. Returns 0 or ERR_NOMEM. */
+/* Keeps r's numbers of v's edge, and of r's token behind v, which is before r's end; they are in
+ * place in r, which has LOGPROBS_ALL. Replaces what was there. Returns 0 or ERR_NOMEM. */
 int prefix_rows_store(struct prefix_node *v, const struct request *r);
 /* Candidates kept for each token of v's edge, -1: no numbers. */
 int32_t prefix_rows_top(const struct prefix_node *v);

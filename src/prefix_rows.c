@@ -10,7 +10,7 @@
 struct prefix_rows {
     uint64_t stored_by;
     int32_t n_top;
-    int32_t next_id;       /* -1: the prompt ended */
+    int32_t next_id;
     float *logprobs;       /* [n_tokens + 1] */
     struct top_entry *top; /* [(n_tokens + 1) * n_top] */
 };
@@ -51,16 +51,15 @@ uint64_t prefix_rows_by(const struct prefix_node *v)
 
 int prefix_rows_store(struct prefix_node *v, const struct request *r)
 {
-    bool has_next = v->depth < r->n_prompt;
     struct prefix_rows *w = rows_new(v->n_tokens, r->n_top);
     if (!w)
         return ERR_NOMEM;
-    size_t from = (size_t)(v->depth - v->n_tokens), n = (size_t)v->n_tokens + has_next;
+    size_t from = (size_t)(v->depth - v->n_tokens), n = (size_t)v->n_tokens + 1;
     size_t n_top = (size_t)r->n_top;
     memcpy(w->logprobs, r->prompt_logprobs + from, n * sizeof(*w->logprobs));
     if (n_top > 0)
         memcpy(w->top, r->prompt_top + from * n_top, n * n_top * sizeof(*w->top));
-    w->next_id = has_next ? r->ids[v->depth] : -1;
+    w->next_id = r->ids[v->depth];
     w->stored_by = r->item.seq;
     prefix_rows_free(v->rows);
     v->rows = w;

@@ -360,6 +360,31 @@ static void test_spare(const char *dir)
     fixture_close(&f);
 }
 
+/* A prompt that comes again begins as far on as it can: at the last page that ends before its last
+ * token, also where that token ends a page. */
+static void test_twice(const char *dir)
+{
+    enum { CHECKPOINT = 128 };
+    struct fixture f;
+    struct top_entry cold[N_TOP], hit[N_TOP];
+    int32_t n_pieces, key = 0;
+    for (int32_t P = 64; P <= 128; P *= 2) {
+        struct model_options o = {
+            .max_step_tokens = 512, .page_tokens = P, .kv_tokens = 8192, .state_slots = 32};
+        struct engine_config c = {
+            .max_waiting = 8, .checkpoint_tokens = CHECKPOINT, .cache_share = 900};
+        if (fixture_open_as(&f, dir, &o, 1, true) != 0 || fixture_open_engine(&f, &c) != 0)
+            exit(1);
+        for (int32_t n = 191; n <= 257; n += n % 64 == 1 ? 62 : 1) {
+            int32_t first = run_lone(&f, n, ++key, cold, &n_pieces);
+            int32_t again = run_lone(&f, n, key, hit, &n_pieces);
+            CHECK(first == 0 && again == (n - 1) / P * P && same_top(cold, hit, N_TOP),
+                  "%d tokens, pages of %d: %d are not computed again", n, P, again);
+        }
+        fixture_close(&f);
+    }
+}
+
 static struct {
     struct engine *engine;
     struct request *r; /* to be cancelled behind the next layer's first operation */
@@ -421,6 +446,7 @@ int main(int argc, char **argv)
     make_references(dir, &rng);
     test_lone(dir);
     test_spare(dir);
+    test_twice(dir);
     test_abandoned(dir);
     for (int i = 0; i < n_worlds; i++)
         run_world(dir, &rng, &count);
