@@ -49,6 +49,7 @@ struct server {
     struct engine *engine;
     struct sessions *sessions;
     struct transfers transfers;
+    struct session_dir session_dir; /* of conf.session_dir */
     struct api api;
     char model_id[PATH_MAX];
     int64_t progress_logged_us;
@@ -246,20 +247,24 @@ static void server_say_loading(struct server *s, double done)
                 EXTEND_US);
 }
 
-/* Called while weights load, on the main thread. A signal ends the daemon here: nothing was
- * accepted yet. */
+/* A signal came: nothing was accepted yet. */
+static _Noreturn void server_stop_loading(struct server *s)
+{
+    log_info("event=stop why=signal while=loading");
+    notify_send(&s->notify, "STOPPING=1");
+    http_quiesce(s->http);
+    http_close(s->http);
+    exit(0);
+}
+
+/* Called while weights load, on the main thread. */
 static void server_on_progress(void *arg, double done)
 {
     enum { LOG_EVERY_US = 1000000 };
     struct server *s = arg;
     atomic_store(&s->api.loaded_permille, (int)(done * 1000));
-    if (signals_wait(0, false)) {
-        log_info("event=stop why=signal while=loading");
-        notify_send(&s->notify, "STOPPING=1");
-        http_quiesce(s->http);
-        http_close(s->http);
-        exit(0);
-    }
+    if (signals_wait(0, false))
+        server_stop_loading(s);
     int64_t now_us = request_now_us();
     if (now_us - s->progress_logged_us >= LOG_EVERY_US) {
         s->progress_logged_us = now_us;
@@ -285,7 +290,7 @@ static int server_open_transfers(struct server *s, struct errmsg *e)
     return 0;
 }
 
-/* Asked before each file of a session: there is time, and nobody is impatient. */
+/* Asked before each file of a session, and while a predecessor has them: nobody is impatient. */
 static bool server_goes_on(void *arg)
 {
     struct server *s = arg;
@@ -293,17 +298,26 @@ static bool server_goes_on(void *arg)
     return !signals_wait(0, false);
 }
 
-static struct session_dir server_session_dir(struct server *s)
-{
-    return (struct session_dir){s->conf.session_dir, &s->transfers, s->sessions, server_goes_on,
-                                s};
-}
-
 static void server_save_sessions(struct server *s)
 {
-    struct session_dir d = server_session_dir(s);
-    if (d.path && !atomic_load(&s->metrics.device_lost))
-        session_dir_save(&d);
+    if (s->session_dir.lock_fd >= 0 && !atomic_load(&s->metrics.device_lost))
+        session_dir_save(&s->session_dir);
+    session_dir_unlock(&s->session_dir);
+}
+
+/* A predecessor may still be draining, and has sessions to save. */
+static int server_load_sessions(struct server *s, struct errmsg *e)
+{
+    enum { SAVE_S = 60 };
+    struct session_dir *d = &s->session_dir;
+    *d = (struct session_dir){
+        s->conf.session_dir, &s->transfers, s->sessions, server_goes_on, s, -1};
+    int rc = session_dir_lock(d, ((int64_t)s->conf.drain_s + SAVE_S) * 1000000, e);
+    if (rc == ERR_STOPPED)
+        server_stop_loading(s);
+    if (rc == 0)
+        session_dir_load(d);
+    return rc;
 }
 
 static int server_open_model(struct server *s, struct errmsg *e)
@@ -349,10 +363,8 @@ static int server_open_model(struct server *s, struct errmsg *e)
         rc = server_open_transfers(s, e);
     if (rc == 0)
         rc = engine_self_test(s->engine, s->arch.vocab, e);
-    if (rc == 0 && s->conf.session_dir) {
-        struct session_dir d = server_session_dir(s);
-        session_dir_load(&d);
-    }
+    if (rc == 0 && s->conf.session_dir)
+        rc = server_load_sessions(s, e);
     if (rc == 0)
         rc = engine_start(s->engine, e);
     return rc;
@@ -533,7 +545,8 @@ static int server_run(struct server *s, struct errmsg *e)
         return rc == ERR_NOMEM || rc == ERR_FULL ? EXIT_FAILURE : EXIT_BAD_CONFIG;
     rc = server_open_model(s, e);
     if (rc != 0)
-        return rc == ERR_NOMEM || rc == ERR_DEVICE ? EXIT_FAILURE : EXIT_BAD_CONFIG;
+        return rc == ERR_NOMEM || rc == ERR_DEVICE || rc == ERR_FULL ? EXIT_FAILURE
+                                                                     : EXIT_BAD_CONFIG;
     /* What is optional and absent may have left words here. */
     e->text[0] = '\0';
     server_ready(s);
@@ -557,7 +570,7 @@ static int server_meet_manager(struct server *s, struct errmsg *e)
 
 int main(int argc, char **argv)
 {
-    static struct server server = {.notify.fd = -1};
+    static struct server server = {.notify.fd = -1, .session_dir.lock_fd = -1};
     static struct errmsg e;
     log_init(LOG_LEVEL_INFO, getenv("JOURNAL_STREAM"));
     server.argc = argc;

@@ -9,11 +9,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "log.h"
+#include "request.h"
 
 static const char ending[] = ".safetensors";
 
@@ -26,6 +28,76 @@ int session_dir_check(const char *path, struct errmsg *e)
         return errmsg_set(e, ERR_INVALID,
                           "session-dir %s is no folder that can be read and written", path);
     return 0;
+}
+
+/* ---- one daemon at a time ---- */
+
+/* What its holder wrote there; of no use to a program. */
+static void read_holder(int fd, char *out, size_t cap)
+{
+    ssize_t n = pread(fd, out, cap - 1, 0);
+    out[n > 0 ? n : 0] = '\0';
+    out[strcspn(out, "\n\"")] = '\0';
+}
+
+/* When it cannot be written, whoever waits is told less. */
+static void write_holder(int fd)
+{
+    char host[65] = "";
+    gethostname(host, sizeof(host) - 1);
+    if (ftruncate(fd, 0) == 0)
+        dprintf(fd, "process %d on %s\n", (int)getpid(), host);
+}
+
+/* Returns 0, ERR_FULL (another has it) or ERR_IO, with errno. */
+static int try_lock(int fd)
+{
+    if (flock(fd, LOCK_EX | LOCK_NB) == 0)
+        return 0;
+    return errno == EWOULDBLOCK || errno == EINTR ? ERR_FULL : ERR_IO;
+}
+
+int session_dir_lock(struct session_dir *d, int64_t wait_us, struct errmsg *e)
+{
+    enum { LOOK_US = 100000 };
+    char path[PATH_MAX + 16], holder[128];
+    long long wait_s = wait_us / 1000000;
+    int64_t until_us = request_now_us() + wait_us;
+    bool goes_on = true;
+    snprintf(path, sizeof(path), "%s/prefilld.lock", d->path);
+    d->lock_fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    int rc = d->lock_fd < 0 ? ERR_IO : try_lock(d->lock_fd);
+    if (rc == ERR_FULL) {
+        read_holder(d->lock_fd, holder, sizeof(holder));
+        log_warn("event=session_dir_is_held path=%s by=\"%s\" waits_s=%lld", d->path, holder,
+                 wait_s);
+    }
+    while (rc == ERR_FULL && request_now_us() < until_us && (goes_on = d->goes_on(d->arg))) {
+        usleep(LOOK_US);
+        rc = try_lock(d->lock_fd);
+    }
+    if (rc == 0) {
+        write_holder(d->lock_fd);
+        return 0;
+    }
+    if (!goes_on)
+        rc = ERR_STOPPED;
+    else if (rc == ERR_IO)
+        errmsg_set(e, rc, "session-dir: %s cannot be locked: %s", path, strerror(errno));
+    else
+        errmsg_set(e, rc,
+                   "session-dir %s: another daemon has it and has not ended in %lld s (%s); "
+                   "each daemon needs a folder of its own",
+                   d->path, wait_s, holder);
+    session_dir_unlock(d);
+    return rc;
+}
+
+void session_dir_unlock(struct session_dir *d)
+{
+    if (d->lock_fd >= 0)
+        close(d->lock_fd);
+    d->lock_fd = -1;
 }
 
 /* ---- saving ---- */

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import signal
 import socket
 import struct
 import tempfile
@@ -296,6 +297,32 @@ def small_pools(file, long):
         check(until(d.is_idle), "nothing is held")
 
 
+def files_in(folder):
+    return sorted(set(os.listdir(folder)) - {"prefilld.lock"})
+
+
+def hands_over(file):
+    """A successor that starts while its predecessor serves, then drains."""
+    with tempfile.TemporaryDirectory() as folder, Daemon("--session-dir", folder) as old:
+        name = bring(old, file).json()["id"]
+        with Daemon("--session-dir", folder, waits=False) as new:
+            until(lambda: "event=session_dir_is_held" in new.log_text() or new.addresses)
+            check(f'by="process {old.process.pid} on ' in new.log_text() and not new.addresses,
+                  "it is told who has the folder, and waits", new.log_text())
+            check(old.stop() == 0 and until(lambda: new.addresses) and
+                  new.ask("GET", f"/v1/sessions/{name}").status == 200 and not files_in(folder),
+                  "and has the sessions then", new.log_text())
+            old = new
+            with Daemon("--session-dir", folder, waits=False) as third:
+                until(lambda: "event=session_dir_is_held" in third.log_text() or third.addresses)
+                check(third.stop() == 0, "one that waits may be stopped", third.log_text())
+            with Daemon("--session-dir", folder, waits=False) as third:
+                until(lambda: "event=session_dir_is_held" in third.log_text() or third.addresses)
+                old.signal(signal.SIGKILL)
+                check(until(lambda: third.addresses) and third.stop() == 0,
+                      "a crash lets go of the folder", third.log_text())
+
+
 def stops(d, folder, file, long):
     """SIGTERM with files under way; kept over a restart; files that are no good."""
     pinned = bring(d, file, "?pinned=true&ttl_s=5000").json()["id"]
@@ -305,7 +332,7 @@ def stops(d, folder, file, long):
         check(until(lambda: d.metrics()['prefilld_state_slots{state="held"}'] == 1), "comes")
         check(d.stop() == 0, "it ends with files under way")
     check("leak" not in d.log_text(), "and nothing is lost", d.log_text())
-    names = sorted(os.listdir(folder))
+    names = files_in(folder)
     check(names == sorted(f"{n}.safetensors" for n in (pinned, name)), "both are saved", names)
     with open(os.path.join(folder, f"{name}.safetensors"), "r+b") as f:
         f.seek(-3000, 2)
@@ -324,16 +351,16 @@ def stops(d, folder, file, long):
         check(again.ask("GET", f"/v1/sessions/{name}").status == 404 and
               f"{name}.safetensors" in again.log_text() and "altered" in again.log_text() and
               "another model" in again.log_text(), "an altered one is named", again.log_text())
-        names = sorted(os.listdir(folder))
+        names = files_in(folder)
         check(names == sorted([f"{name}.safetensors.bad", "s-1.safetensors", "s-2.safetensors",
                                "mine.txt"]), "and moved aside; those of others, and a pipe, stay", names)
-        check(again.stop() == 0 and f"{pinned}.safetensors" in os.listdir(folder), "and again")
+        check(again.stop() == 0 and f"{pinned}.safetensors" in files_in(folder), "and again")
     with tempfile.TemporaryDirectory() as other, Daemon("--session-dir", other) as many:
         all_of_them = {bring(many, file, "?ttl_s=500").json()["id"] for _ in range(4)}
         many.stop()
         with Daemon("--session-dir", other, "--state-slots", 2) as few:
             back = {s["id"] for s in few.ask("GET", "/v1/sessions").json()["data"]}
-            left = {n.split(".")[0] for n in os.listdir(other)}
+            left = {n.split(".")[0] for n in files_in(other)}
             check(len(back) == 2 and back | left == all_of_them and
                   few.log_text().count("no room") == 2, "those without room stay as files", few.log_text())
             few.stop()
@@ -343,7 +370,7 @@ def stops(d, folder, file, long):
     with tempfile.TemporaryDirectory() as other, Daemon("--session-dir", other, before=limit) as d:
         name = bring(d, file).json()["id"]
         bring(d, long)
-        check(d.stop() == 0 and os.listdir(other) == [f"{name}.safetensors"] and
+        check(d.stop() == 0 and files_in(other) == [f"{name}.safetensors"] and
               "too large" in d.log_text(), "a file that cannot be written leaves the others", d.log_text())
     with Daemon("--session-dir", "/nowhere/at/all", waits=False) as d:
         check(d.wait() == 78 and "session-dir" in d.log_text(), "a folder that is not there")
@@ -446,4 +473,5 @@ with tempfile.TemporaryDirectory() as FOLDER, Daemon("--kv-lease-s", 2, *POOLS) 
     check(daemon.stop() == 0, "it ends with 0")
     small_pools(FILE, LONG)
     stops(second, FOLDER, FILE, LONG)
+    hands_over(FILE)
 done()
