@@ -17,7 +17,7 @@ struct steps_readers {
 void steps_readers_init(struct steps_readers *l);
 void steps_readers_fini(struct steps_readers *l);
 
-/* One step more is in api->steps. Any thread; does not wait. arg: the struct api. */
+/* There are more steps in api->steps. Any thread; does not wait. arg: the struct api. */
 void api_steps_notify(void *arg);
 /* Ends every stream, and those to come: the server stops. */
 void api_steps_close(struct api *a);

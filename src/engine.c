@@ -186,6 +186,7 @@ static bool engine_goes_on(void *arg)
     struct step *s = &en->steps[(en->i_oldest + en->n_in_flight - 1) % STEPS_IN_FLIGHT];
     int64_t now_us = request_now_us();
     atomic_store(&en->metrics->last_progress_us, now_us);
+    steps_tell(&en->feed, now_us);
     engine_job_copy(en);
     for (int32_t i = 0; i < s->n_pieces; i++)
         if (engine_doom(en, s->pieces[i].req, now_us) == OUTCOME_OK)
@@ -454,7 +455,7 @@ int engine_self_test(struct engine *en, int32_t vocab, struct errmsg *e)
     if (rc == 0)
         rc = engine_try(en, vocab, n, e);
     en->step_number = 0;
-    en->feed.n_added = 0;
+    steps_forget(&en->feed);
     metrics_zero_steps(en->metrics);
     return rc;
 }
@@ -470,9 +471,10 @@ static void *engine_main(void *arg)
         }
         if (engine_turn(en))
             continue;
+        bool is_told = steps_tell(&en->feed, request_now_us());
         atomic_store(&en->metrics->last_progress_us, request_now_us());
         engine_publish_metrics(en);
-        engine_take(en, IDLE_WAIT_US);
+        engine_take(en, is_told ? IDLE_WAIT_US : STEPS_TELL_US);
     }
     while (en->n_in_flight > 0)
         engine_collect(en, true);

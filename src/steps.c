@@ -7,11 +7,19 @@
 int steps_init(struct steps *s)
 {
     memset(s, 0, sizeof(*s));
-    return pthread_mutex_init(&s->lock, NULL) == 0 ? 0 : ERR_NOMEM;
+    buf_init(&s->text);
+    if (pthread_mutex_init(&s->lock, NULL) != 0)
+        return ERR_NOMEM;
+    if (pthread_mutex_init(&s->text_lock, NULL) == 0)
+        return 0;
+    pthread_mutex_destroy(&s->lock);
+    return ERR_NOMEM;
 }
 
 void steps_fini(struct steps *s)
 {
+    buf_fini(&s->text);
+    pthread_mutex_destroy(&s->text_lock);
     pthread_mutex_destroy(&s->lock);
 }
 
@@ -42,8 +50,26 @@ void steps_add(struct steps *s, const struct steps_record *r)
     *to = *r;
     s->ended_us = trace_place(&to->trace, s->ended_us);
     pthread_mutex_unlock(&s->lock);
+    steps_tell(s, request_now_us());
+}
+
+bool steps_tell(struct steps *s, int64_t now_us)
+{
+    if (atomic_load(&s->n_told) == s->n_added)
+        return true;
+    if (now_us - s->told_us < STEPS_TELL_US)
+        return false;
+    s->told_us = now_us;
+    atomic_store(&s->n_told, s->n_added);
     if (s->listener)
         s->listener(s->listener_arg);
+    return true;
+}
+
+void steps_forget(struct steps *s)
+{
+    s->n_added = s->told_us = s->text_from = s->text_end = 0;
+    atomic_store(&s->n_told, 0);
 }
 
 int64_t steps_end(struct steps *s)
@@ -111,8 +137,17 @@ static void each_from(struct steps *s, int64_t from, int64_t end, struct buf *ou
 
 int64_t steps_render(struct steps *s, int64_t from, struct buf *out)
 {
-    int64_t end = steps_end(s);
-    each_from(s, from > end - STEPS_KEPT ? from : end - STEPS_KEPT, end, out, render);
+    int64_t end = atomic_load(&s->n_told);
+    pthread_mutex_lock(&s->text_lock);
+    if (s->text_from != from || s->text_end != end || s->text.failed) {
+        buf_fini(&s->text);
+        each_from(s, from > end - STEPS_KEPT ? from : end - STEPS_KEPT, end, &s->text, render);
+        s->text_from = from;
+        s->text_end = end;
+    }
+    buf_add(out, s->text.data, s->text.len);
+    out->failed |= s->text.failed;
+    pthread_mutex_unlock(&s->text_lock);
     return end;
 }
 

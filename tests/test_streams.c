@@ -420,6 +420,65 @@ static void test_steps_readers(void)
     steps_fini(&steps);
 }
 
+static void count_told(void *arg)
+{
+    ++*(int *)arg;
+}
+
+static int count_events(const struct buf *b)
+{
+    int n = 0;
+    for (size_t i = 0; i + 1 < b->len; i++)
+        n += b->data[i] == '\n' && b->data[i + 1] == '\n';
+    return n;
+}
+
+/* Readers are told of many steps at a time, soon, of each one once, and share the text. */
+static void test_steps_told(void)
+{
+    enum { RECORDS = 20000, HOUR_US = 1000000000 };
+    static struct steps steps;
+    struct steps_record record = {.trace = {.n_tokens = 3}};
+    struct buf one, other, more;
+    int n_told = 0;
+    buf_init(&one);
+    buf_init(&other);
+    buf_init(&more);
+    steps_init(&steps);
+    steps_set_listener(&steps, count_told, &n_told);
+    int64_t from_us = request_now_us();
+    for (int i = 0; i < RECORDS; i++) {
+        record.trace.number = i;
+        steps_add(&steps, &record);
+    }
+    int64_t n_times = 1 + (request_now_us() - from_us) / STEPS_TELL_US;
+    CHECK(n_told >= 1 && n_told <= n_times, "%d steps are told of %d times", RECORDS, n_told);
+    int64_t later_us = request_now_us() + HOUR_US;
+    CHECK(steps_tell(&steps, later_us) && steps_tell(&steps, later_us), "all is told");
+    int64_t place = steps_render(&steps, 0, &one);
+    CHECK(place == RECORDS && steps_render(&steps, 0, &other) == RECORDS &&
+              count_events(&one) == STEPS_KEPT && one.len == other.len &&
+              memcmp(one.data, other.data, one.len) == 0 &&
+              strstr(buf_cstr(&one), "{\"step\": 19999, "),
+          "and two readers have the latest");
+    n_told = 0;
+    for (int i = 0; i < 3; i++) {
+        record.trace.number = RECORDS + i;
+        steps_add(&steps, &record);
+    }
+    CHECK(n_told == 0 && !steps_tell(&steps, later_us + STEPS_TELL_US - 1) &&
+              steps_render(&steps, place, &more) == place && more.len == 0,
+          "what comes right behind is kept for a moment");
+    CHECK(steps_tell(&steps, later_us + STEPS_TELL_US) && n_told == 1 &&
+              steps_render(&steps, place, &more) == place + 3 && count_events(&more) == 3 &&
+              strstr(buf_cstr(&more), "data: {\"step\": 20000, ") == more.data,
+          "and told then");
+    buf_fini(&one);
+    buf_fini(&other);
+    buf_fini(&more);
+    steps_fini(&steps);
+}
+
 /* A reader that takes nothing costs no more than a bound, and goes on where it can. */
 static void test_steps_unread(void)
 {
@@ -474,6 +533,7 @@ int main(void)
     test_ping();
     test_stream_close();
     test_steps_readers();
+    test_steps_told();
     test_steps_unread();
     return tap_done();
 }
