@@ -19,6 +19,7 @@ struct fixture {
     struct metrics metrics;
     struct queue *queue;
     struct engine *engine;
+    struct sessions *sessions; /* of the engine; NULL: none */
 };
 
 /* $SRCDIR/rel into path. */
@@ -117,6 +118,7 @@ __attribute__((unused)) static void fixture_close(struct fixture *f)
 {
     if (f->engine)
         fixture_close_engine(f);
+    sessions_close(f->sessions);
     model_close(f->model);
     arch_fini(&f->arch);
     st_close(f->set);

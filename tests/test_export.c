@@ -4,10 +4,8 @@
  * leaks. Plain program: runs under TSan too; TEST_BACKEND=cuda on a card. */
 #include <stdlib.h>
 
-#include "engine_impl.h"
+#include "engine_world.h"
 #include "log.h"
-#include "model_fixture.h"
-#include "rng.h"
 #include "state_file.h"
 #include "tap.h"
 #include "tiny_model.h"
@@ -32,7 +30,6 @@ struct file {
 
 struct world {
     struct fixture f;
-    struct sessions *sessions;
     struct state_shape shape;
     struct rng *rng;
     void *stage, *tmp;
@@ -166,8 +163,7 @@ static int run_job(struct world *w, struct engine_job *j)
 static bool is_sound(const struct world *w)
 {
     const struct engine *en = w->f.engine;
-    return slots_is_sound(&en->slots) && pages_is_sound(&en->pages) &&
-           prefix_is_sound(&en->prefix) && en->slots.n_held == en->n_slots_coming &&
+    return world_is_sound(&w->f) && en->slots.n_held == en->n_slots_coming &&
            en->pages.n_held == en->n_pages_coming;
 }
 
@@ -198,7 +194,7 @@ static bool go_on(struct world *w, const char *id, const struct file *f, struct 
     struct session *s;
     int32_t *ids, n;
     int n_done = 0;
-    if (sessions_begin(w->sessions, id, true, &s, &ids, &n, &why) != 0)
+    if (sessions_begin(w->f.sessions, id, true, &s, &ids, &n, &why) != 0)
         return false;
     bool is_same = n == f->n && memcmp(ids, f->ids, (size_t)n * sizeof(*ids)) == 0;
     free(ids);
@@ -241,7 +237,7 @@ static void meddle(struct world *w, const char *id, bool *is_deleted)
     if (rng_int(w->rng, 12) == 0)
         press(w);
     if (id && !*is_deleted && rng_int(w->rng, 12) == 0) {
-        *is_deleted = sessions_delete(w->sessions, id, &why) == 0;
+        *is_deleted = sessions_delete(w->f.sessions, id, &why) == 0;
         count.deleted += *is_deleted;
     }
     count.unsound += !is_sound(w);
@@ -268,7 +264,7 @@ static bool send_out(struct world *w, const char *id, struct buf *out)
     struct state_sum sum;
     bool is_deleted = false;
     int32_t *ids;
-    if (sessions_begin_export(w->sessions, id, &s, &ids, &info.n_tokens, &si, &why) != 0)
+    if (sessions_begin_export(w->f.sessions, id, &s, &ids, &info.n_tokens, &si, &why) != 0)
         return false;
     buf_init(out);
     state_head_write(&w->shape, &info, out);
@@ -286,7 +282,7 @@ static bool send_out(struct world *w, const char *id, struct buf *out)
     state_sum_add(&sum, out->data, out->len);
     uint64_t of = state_sum_of(&sum);
     buf_add(out, &of, sizeof(of));
-    sessions_end_export(w->sessions, s);
+    sessions_end_export(w->f.sessions, s);
     free(ids);
     engine_turn(w->f.engine);
     count.out++;
@@ -339,7 +335,7 @@ static bool bring_in(struct world *w, const struct file *f, char id[SESSION_ID_M
     }
     count.failed += run_job(w, &j) != 0;
     memcpy(id, j.session->id, SESSION_ID_MAX + 1);
-    sessions_unref(w->sessions, j.session);
+    sessions_unref(w->f.sessions, j.session);
     state_reader_fini(&r);
     count.in += is_whole;
     return is_whole;
@@ -420,22 +416,7 @@ static void make_late(struct world *w)
 static void run_world(const char *dir, struct rng *rng)
 {
     struct world w = {.rng = rng};
-    struct model_options o = {.max_step_tokens = 64 * (1 + rng_int(rng, 4)),
-                              .max_seqs = 1 + rng_int(rng, 4),
-                              .page_tokens = rng_int(rng, 3) ? 64 : 128,
-                              .kv_tokens = MAX_TOKENS + 128 + 64 * rng_int(rng, 24),
-                              .max_prompt_tokens = MAX_TOKENS,
-                              .state_slots = 2 + rng_int(rng, 3)};
-    if (sessions_open(&w.sessions) != 0)
-        exit(1);
-    struct engine_config c = {.max_waiting = 16,
-                              .checkpoint_tokens = 64,
-                              .min_shared_tokens = 1,
-                              .sessions = w.sessions,
-                              .shuffle = true,
-                              .shuffle_seed = rng_u64(rng)};
-    if (fixture_open_as(&w.f, dir, &o, 1, true) != 0 || fixture_open_engine(&w.f, &c) != 0)
-        exit(1);
+    world_open_random(&w.f, dir, rng, MAX_TOKENS, 2 + rng_int(rng, 3));
     w.shape = model_state_shape(w.f.model);
     w.shape.part_pages = 1 + rng_int(rng, 4);
     bool is_late = w.f.backend.ops == &backend_cpu_ops && rng_int(rng, 2);
@@ -454,7 +435,6 @@ static void run_world(const char *dir, struct rng *rng)
     if (is_late)
         w.f.backend.ops = late.real;
     fixture_close(&w.f);
-    sessions_close(w.sessions);
 }
 
 /* With several jobs posted at once the device fails: each comes back, with words, and so do those
@@ -464,6 +444,7 @@ static void test_lost(const char *dir, struct rng *rng)
     enum { N = 2 * COPY_MARKS };
     struct world w = {.rng = rng};
     struct model_options o = {.max_step_tokens = 128, .state_slots = 3};
+    struct engine_config c = {.max_waiting = 4};
     struct engine_job jobs[N];
     struct file f;
     char id[SESSION_ID_MAX + 1];
@@ -471,16 +452,12 @@ static void test_lost(const char *dir, struct rng *rng)
     struct session_info info;
     struct session *s;
     struct errmsg why;
-    if (sessions_open(&w.sessions) != 0)
-        exit(1);
-    struct engine_config c = {.max_waiting = 4, .sessions = w.sessions};
-    if (fixture_open_as(&w.f, dir, &o, 1, true) != 0 || fixture_open_engine(&w.f, &c) != 0)
-        exit(1);
+    world_open_sessions(&w.f, dir, &o, &c);
     make_late(&w);
     w.shape = model_state_shape(w.f.model);
     w.stage = malloc(state_max_raw(&w.shape));
     make_session(&w, &f, id);
-    int rc = sessions_begin_export(w.sessions, id, &s, &ids, &n, &info, &why);
+    int rc = sessions_begin_export(w.f.sessions, id, &s, &ids, &n, &info, &why);
     const struct state_part slot = {.kind = STATE_SLOT, .raw_bytes = w.shape.slot_bytes};
     for (int i = 0; i < N && rc == 0; i++) {
         jobs[i] = (struct engine_job){.kind = ENGINE_JOB_GET,
@@ -512,13 +489,12 @@ static void test_lost(const char *dir, struct rng *rng)
     engine_post(w.f.engine, &jobs[0]);
     CHECK(jobs[0].next == &jobs[0] && jobs[0].rc == ERR_STOPPED, "after the end: %d",
           jobs[0].rc);
-    sessions_end_export(w.sessions, s);
+    sessions_end_export(w.f.sessions, s);
     free(ids);
     free(w.stage);
     late.is_lost = false;
     w.f.backend.ops = late.real;
     fixture_close(&w.f);
-    sessions_close(w.sessions);
 }
 
 /* test_export [seed] [worlds] */

@@ -3,9 +3,7 @@
  * program: runs under TSan too. */
 #include <math.h>
 
-#include "engine_impl.h"
-#include "model_fixture.h"
-#include "rng.h"
+#include "engine_world.h"
 #include "tap.h"
 #include "tiny_model.h"
 
@@ -34,8 +32,7 @@ static void open_world(struct world *w, const char *dir, int32_t page_tokens)
         .max_waiting = 64, .checkpoint_tokens = 64, .min_shared_tokens = 1, .cache_share = 900};
     memset(w, 0, sizeof(*w));
     o.page_tokens = page_tokens;
-    if (fixture_open_as(&w->f, dir, &o, 1, true) != 0 || fixture_open_engine(&w->f, &c) != 0)
-        exit(1);
+    world_open(&w->f, dir, &o, &c);
     for (int32_t t = 0; t < MAX_TOKENS; t++) {
         w->ids[t] = rng_int(&rng, w->f.arch.vocab);
         w->other[t] = rng_int(&rng, w->f.arch.vocab);

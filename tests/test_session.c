@@ -4,10 +4,8 @@
  * fails leaves it as it was. Plain program: runs under TSan too. */
 #include <math.h>
 
-#include "engine_impl.h"
+#include "engine_world.h"
 #include "log.h"
-#include "model_fixture.h"
-#include "rng.h"
 #include "tap.h"
 #include "tiny_model.h"
 
@@ -38,7 +36,6 @@ struct name {
 
 struct world {
     struct fixture f;
-    struct sessions *sessions;
     struct rng *rng;
     struct name names[MAX_NAMES];
 };
@@ -100,8 +97,7 @@ static void make_references(const char *dir, struct rng *rng)
     struct engine_config c = {.max_waiting = 4};
     struct model_options o = {.max_step_tokens = 512};
     int n_done = 0;
-    if (fixture_open_as(&f, dir, &o, 1, true) != 0 || fixture_open_engine(&f, &c) != 0)
-        exit(1);
+    world_open(&f, dir, &o, &c);
     for (int i = 0; i < N_PROMPTS; i++) {
         struct reference *p = &refs[i];
         for (int32_t t = 0; t < MAX_TOKENS; t++)
@@ -144,9 +140,8 @@ static void compare(const struct world *w, const struct request *r, int i_prompt
 static bool is_sound(const struct world *w)
 {
     const struct engine *en = w->f.engine;
-    return slots_is_sound(&en->slots) && pages_is_sound(&en->pages) &&
-           prefix_is_sound(&en->prefix) && en->slots.n_held == 0 && en->pages.n_held == 0 &&
-           en->slots.n_cached == en->prefix.n_ranked + sessions_count(w->sessions);
+    return world_is_sound(&w->f) && en->slots.n_held == 0 && en->pages.n_held == 0 &&
+           en->slots.n_cached == en->prefix.n_ranked + sessions_count(w->f.sessions);
 }
 
 /* Mostly at multiples of 64. */
@@ -210,7 +205,7 @@ static void use(struct world *w, struct name *s, bool is_fork)
     if (s->n >= MAX_TOKENS)
         return;
     while (n < n_wanted) {
-        int rc = sessions_begin(w->sessions, s->id, is_fork, &source, &ids, &n_ids, &why);
+        int rc = sessions_begin(w->f.sessions, s->id, is_fork, &source, &ids, &n_ids, &why);
         if (rc == ERR_NOT_FOUND) { /* evicted */
             count.lost++;
             count.unsound += n > 0 || !strstr(why.text, "evicted");
@@ -227,12 +222,12 @@ static void use(struct world *w, struct name *s, bool is_fork)
         r[n]->logprobs_from = s->n + 1;
         if (!is_fork) {
             r[n]->keeps = source;
-            sessions_ref(w->sessions, source);
+            sessions_ref(w->f.sessions, source);
         }
         n++;
     }
     count.refused +=
-        sessions_begin(w->sessions, s->id, false, &other, &ids, &n_ids, &why) == ERR_FULL;
+        sessions_begin(w->f.sessions, s->id, false, &other, &ids, &n_ids, &why) == ERR_FULL;
     run_all(w, r, n, &n_done);
     for (int i = 0; i < n; i++) {
         bool is_good = r[i]->outcome == OUTCOME_OK;
@@ -269,7 +264,7 @@ static void step(struct world *w)
         keep_new(w, s);
     } else if (rng_int(rng, 8) == 0) {
         struct errmsg why;
-        count.deleted += sessions_delete(w->sessions, s->id, &why) == 0;
+        count.deleted += sessions_delete(w->f.sessions, s->id, &why) == 0;
         s->id[0] = '\0';
     } else {
         use(w, s, rng_int(rng, 2));
@@ -281,22 +276,7 @@ static void step(struct world *w)
 static void run_world(const char *dir, struct rng *rng)
 {
     struct world w = {.rng = rng};
-    struct model_options o = {.max_step_tokens = 64 * (1 + rng_int(rng, 4)),
-                              .max_seqs = 1 + rng_int(rng, 4),
-                              .page_tokens = rng_int(rng, 3) ? 64 : 128,
-                              .kv_tokens = MAX_TOKENS + 128 + 64 * rng_int(rng, 24),
-                              .max_prompt_tokens = MAX_TOKENS,
-                              .state_slots = 1 + rng_int(rng, 9)};
-    if (sessions_open(&w.sessions) != 0)
-        exit(1);
-    struct engine_config c = {.max_waiting = 16,
-                              .checkpoint_tokens = 64,
-                              .min_shared_tokens = 1,
-                              .sessions = w.sessions,
-                              .shuffle = true,
-                              .shuffle_seed = rng_u64(rng)};
-    if (fixture_open_as(&w.f, dir, &o, 1, true) != 0 || fixture_open_engine(&w.f, &c) != 0)
-        exit(1);
+    world_open_random(&w.f, dir, rng, MAX_TOKENS, 1 + rng_int(rng, 9));
     real_ops = w.f.backend.ops;
     hooked = *real_ops;
     hooked.step_end = hook_end;
@@ -306,7 +286,6 @@ static void run_world(const char *dir, struct rng *rng)
         step(&w);
     w.f.backend.ops = real_ops;
     fixture_close(&w.f);
-    sessions_close(w.sessions);
 }
 
 /* Unused for its time it goes, and says so; used it stays; a table of many finds each. */
@@ -314,41 +293,37 @@ static void test_expiry(const char *dir)
 {
     struct world w = {0};
     struct model_options o = {.state_slots = 4, .max_step_tokens = 128};
+    struct engine_config c = {.max_waiting = 16};
     struct session_info list[4];
     struct errmsg why;
     int n_done = 0;
     struct request *r[3];
-    if (sessions_open(&w.sessions) != 0)
-        exit(1);
-    struct engine_config c = {.max_waiting = 16, .sessions = w.sessions};
-    if (fixture_open_as(&w.f, dir, &o, 1, true) != 0 || fixture_open_engine(&w.f, &c) != 0)
-        exit(1);
+    world_open_sessions(&w.f, dir, &o, &c);
     for (int i = 0; i < 3; i++) {
         r[i] = fixture_request(&w.f, refs[i].ids, 70, LOGPROBS_NEXT, 1, &n_done);
         r[i]->keeps = sessions_new(i == 1 ? 20000 : 60000000);
         fixture_run(&w.f, r[i]);
     }
-    CHECK(sessions_list(w.sessions, list, 4) == 3 && w.f.engine->slots.n_cached == 3 &&
+    CHECK(sessions_list(w.f.sessions, list, 4) == 3 && w.f.engine->slots.n_cached == 3 &&
               w.f.engine->pages.n_cached == 6,
           "three are kept");
     usleep(30000);
     engine_turn(w.f.engine);
-    CHECK(sessions_list(w.sessions, list, 4) == 2 && w.f.engine->slots.n_cached == 2 &&
+    CHECK(sessions_list(w.f.sessions, list, 4) == 2 && w.f.engine->slots.n_cached == 2 &&
               w.f.engine->pages.n_cached == 4,
           "one has expired");
-    CHECK(sessions_get(w.sessions, r[1]->kept_as, list, &why) == ERR_NOT_FOUND &&
+    CHECK(sessions_get(w.f.sessions, r[1]->kept_as, list, &why) == ERR_NOT_FOUND &&
               strstr(why.text, "expired"),
           "it says so: %s", why.text);
-    CHECK(sessions_get(w.sessions, r[2]->kept_as, list, &why) == 0 && list[0].n_tokens == 70 &&
-              !list[0].is_busy,
+    CHECK(sessions_get(w.f.sessions, r[2]->kept_as, list, &why) == 0 &&
+              list[0].n_tokens == 70 && !list[0].is_busy,
           "another is there");
-    CHECK(sessions_get(w.sessions, "s-0", list, &why) == ERR_NOT_FOUND &&
+    CHECK(sessions_get(w.f.sessions, "s-0", list, &why) == ERR_NOT_FOUND &&
               strstr(why.text, "no such session"),
           "an unknown one");
     for (int i = 0; i < 3; i++)
         request_unref(r[i]);
     fixture_close(&w.f);
-    sessions_close(w.sessions);
 }
 
 /* test_session [seed] [worlds] */

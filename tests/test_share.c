@@ -4,10 +4,8 @@
  * prompt alone. (gdn.md section 4, faults 20-25, 39.) Plain program: runs under TSan too. */
 #include <math.h>
 
-#include "engine_impl.h"
+#include "engine_world.h"
 #include "log.h"
-#include "model_fixture.h"
-#include "rng.h"
 #include "tap.h"
 #include "tiny_model.h"
 
@@ -159,13 +157,6 @@ struct count {
     int differ, unsound;
 };
 
-static bool is_sound(const struct fixture *f)
-{
-    const struct engine *en = f->engine;
-    return slots_is_sound(&en->slots) && pages_is_sound(&en->pages) &&
-           prefix_is_sound(&en->prefix);
-}
-
 /* Whether a state of r's is kept. */
 static bool has_left(const struct fixture *f, const struct request *r)
 {
@@ -212,7 +203,7 @@ static void run_round(struct fixture *f, struct rng *rng, struct count *count, i
         engine_turn(f->engine);
         if (is_rough && n_pushed > 0 && rng_int(rng, 3) == 0)
             engine_cancel(f->engine, r[rng_int(rng, n_pushed)]);
-        count->unsound += !is_sound(f);
+        count->unsound += !world_is_sound(f);
     }
     bad_in = -1;
     for (int i = 0; i < n; i++) {
@@ -262,8 +253,7 @@ static void run_world(const char *dir, struct rng *rng, struct count *count)
                               .cache_share = 200 + rng_int(rng, 801),
                               .shuffle = true,
                               .shuffle_seed = rng_u64(rng)};
-    if (fixture_open_as(&f, dir, &o, 1, true) != 0 || fixture_open_engine(&f, &c) != 0)
-        exit(1);
+    world_open(&f, dir, &o, &c);
     real_ops = f.backend.ops;
     hooked = *real_ops;
     hooked.step_begin = hook_begin;
@@ -308,8 +298,7 @@ static void test_lone(const char *dir)
     struct top_entry hit[N_TOP], cold[N_TOP];
     int32_t n_pieces, n_kept = p->n / 64;
     int n_differ = 0, n_elsewhere = 0, n_cut = 0;
-    if (fixture_open_as(&f, dir, &o, 1, true) != 0 || fixture_open_engine(&f, &c) != 0)
-        exit(1);
+    world_open(&f, dir, &o, &c);
     for (int32_t key = 0; key < N_KEYS; key++) {
         n_elsewhere += run_lone(&f, p->n, key, cold, &n_pieces) != 0;
         n_differ += !same_top(cold, p->next, N_TOP);
@@ -345,8 +334,7 @@ static void test_spare(const char *dir)
     struct top_entry next[N_TOP];
     int32_t n_pieces;
     int n_full = 0, n_ends = 0;
-    if (fixture_open_as(&f, dir, &o, 1, true) != 0 || fixture_open_engine(&f, &c) != 0)
-        exit(1);
+    world_open(&f, dir, &o, &c);
     const struct engine *en = f.engine;
     for (int32_t key = 0; key < N_KEYS; key++) {
         run_lone(&f, N_TOKENS, key, next, &n_pieces);
@@ -373,8 +361,7 @@ static void test_twice(const char *dir)
             .max_step_tokens = 512, .page_tokens = P, .kv_tokens = 8192, .state_slots = 32};
         struct engine_config c = {
             .max_waiting = 8, .checkpoint_tokens = CHECKPOINT, .cache_share = 900};
-        if (fixture_open_as(&f, dir, &o, 1, true) != 0 || fixture_open_engine(&f, &c) != 0)
-            exit(1);
+        world_open(&f, dir, &o, &c);
         for (int32_t n = 191; n <= 257; n += n % 64 == 1 ? 62 : 1) {
             int32_t first = run_lone(&f, n, ++key, cold, &n_pieces);
             int32_t again = run_lone(&f, n, key, hit, &n_pieces);
@@ -408,8 +395,7 @@ static void test_abandoned(const char *dir)
     struct top_entry next[N_TOP];
     int32_t n_pieces;
     int n_done = 0;
-    if (fixture_open_as(&f, dir, &o, 1, true) != 0 || fixture_open_engine(&f, &c) != 0)
-        exit(1);
+    world_open(&f, dir, &o, &c);
     real_ops = f.backend.ops;
     hooked = *real_ops;
     hooked.gdn_conv = hook_conv;
@@ -422,7 +408,7 @@ static void test_abandoned(const char *dir)
     fixture_run(&f, r);
     CHECK(r->outcome == OUTCOME_CANCELLED && en->prefix.n_ranked == 0 &&
               en->prefix.n_nodes == 0 && en->slots.n_free == en->slots.n_total &&
-              en->pages.n_free == en->pages.n_total && is_sound(&f),
+              en->pages.n_free == en->pages.n_total && world_is_sound(&f),
           "a step that is abandoned leaves no state: %d slots of %d are free", en->slots.n_free,
           en->slots.n_total);
     request_unref(r);
