@@ -68,7 +68,8 @@ static bool takes_method(const struct route *r, const char *method)
            (strcmp(r->method, "GET") == 0 && strcmp(method, "HEAD") == 0);
 }
 
-/* The call of this path and method; of another method when there is none; NULL: no such path. */
+/* The call of this path and method; of another method when there is none; NULL: no such
+ * path. */
 static const struct route *find_route(const char *path, const char *method)
 {
     const struct route *other = NULL;

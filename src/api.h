@@ -74,8 +74,8 @@ struct api {
 int api_read_keys(struct api *a, const char *api_key_file, struct errmsg *e);
 void api_close(struct api *a);
 
-/* The callbacks of http_config; arg is the struct api. api_admit refuses before the body is read
- * what needs no body to be refused: loading, no such path or method, no key, draining. */
+/* The callbacks of http_config; arg is the struct api. api_admit refuses before the body is
+ * read what needs no body to be refused: loading, no such path or method, no key, draining. */
 void api_admit(void *arg, struct exchange *x);
 /* POST /v1/sessions takes a file as it comes. */
 int64_t api_intake(void *arg, const struct exchange *x);

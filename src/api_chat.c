@@ -1,6 +1,6 @@
 #define _GNU_SOURCE /* memmem */
-/* POST /v1/chat/completions: messages become a ChatML prompt, as the templates of the Qwen3-Next
- * and Qwen3.5 models write it without tools; the rest is a completion. */
+/* POST /v1/chat/completions: messages become a ChatML prompt, as the templates of the
+ * Qwen3-Next and Qwen3.5 models write it without tools; the rest is a completion. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

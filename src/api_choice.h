@@ -31,8 +31,8 @@ void choice_init(struct choice *c, const struct api *a, const struct choosing *c
                  struct group_member *m, int32_t max_new);
 void choice_fini(struct choice *c);
 
-/* Takes the next token, if there is one and the text has not ended; says whether. At a stop string
- * the request is ended, too. */
+/* Takes the next token, if there is one and the text has not ended; says whether. At a stop
+ * string the request is ended, too. */
 bool choice_step(struct choice *c);
 
 /* Bytes of text that stay as they are, whatever follows. */

@@ -1,7 +1,7 @@
 /* Inside of /v1/completions and /v1/chat/completions: the call, from its body to its answer.
  *
- * api_completions.c reads bodies and makes the requests, api_completion_write.c writes what comes
- * back, whole or as a stream; api_chat.c has what is different for chats. */
+ * api_completions.c reads bodies and makes the requests, api_completion_write.c writes what
+ * comes back, whole or as a stream; api_chat.c has what is different for chats. */
 #ifndef PREFILLD_API_COMPLETION_H
 #define PREFILLD_API_COMPLETION_H
 
@@ -34,7 +34,8 @@ struct completion {
 
 /* ---- api_completions.c: what its relatives share */
 
-/* Reads a body into c, from its prompts to how tokens are chosen. Returns 0 or as json_parse. */
+/* Reads a body into c, from its prompts to how tokens are chosen. Returns 0 or as
+ * json_parse. */
 typedef int completion_read(struct api *a, struct exchange *x, struct completion *c,
                             struct api_common *common, struct json_error *e);
 /* Runs a call, whose body read reads; format writes the answer, or the last of a stream of

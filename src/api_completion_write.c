@@ -169,8 +169,8 @@ void completion_add_event(struct completion *c, struct buf *b, int32_t i)
     buf_adds(b, "}\n\n");
 }
 
-/* How much of choice i's prompt is computed, in llama.cpp's words; with an empty text, so that who
- * joins texts need not look. */
+/* How much of choice i's prompt is computed, in llama.cpp's words; with an empty text, so that
+ * who joins texts need not look. */
 static void add_progress(struct completion *c, struct buf *b, int32_t i)
 {
     const struct request *r = request_of(c, i);

@@ -1,7 +1,7 @@
 /* OpenAI error objects: the one place where they are written (../shared/api.md, Errors).
  *
- * Pure functions over the caller's buffer; any thread. Messages name fields and what is accepted;
- * callers never put input into them. */
+ * Pure functions over the caller's buffer; any thread. Messages name fields and what is
+ * accepted; callers never put input into them. */
 #ifndef PREFILLD_API_ERROR_H
 #define PREFILLD_API_ERROR_H
 

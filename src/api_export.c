@@ -84,7 +84,8 @@ static void begin(struct exporting *t)
     t->has_begun = true;
 }
 
-/* The next part, as far as it is here: 1: it was sent; 0: it is not here; negative: an error. */
+/* The next part, as far as it is here: 1: it was sent; 0: it is not here; negative: an
+ * error. */
 static int send_next(struct exporting *t, bool *is_last)
 {
     struct transfers *all = t->api->transfers;

@@ -6,8 +6,9 @@
 #include <sys/random.h>
 
 enum {
-    /* A text that is too long is counted to its end, so that the refusal can say how long it is,
-     * unless it has more bytes than these and these for each accepted token (prose has 4). */
+    /* A text that is too long is counted to its end, so that the refusal can say how long it
+     * is, unless it has more bytes than these and these for each accepted token (prose has
+     * 4). */
     COUNT_BYTES = 1 << 20,
     COUNT_BYTES_A_TOKEN = 16
 };

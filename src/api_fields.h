@@ -50,13 +50,13 @@ struct prompt_rules {
 /* The ids of a text; field is what messages call it. ERR_INVALID, ERR_TOO_LARGE, ERR_NOMEM. */
 int api_encode(const struct api *a, const char *field, const char *text, size_t len,
                int32_t max_ids, struct prompt *out, struct json_error *e);
-/* A string, a list of strings, ids or a list of lists of ids under r->field, which is body's list
- * of ids when that was one. *out ([*n], each not empty) is freed with prompts_free, also after an
- * error. */
+/* A string, a list of strings, ids or a list of lists of ids under r->field, which is body's
+ * list of ids when that was one. *out ([*n], each not empty) is freed with prompts_free, also
+ * after an error. */
 int api_read_prompts(const struct api *a, struct json_body *body, const struct prompt_rules *r,
                      struct prompt **out, int32_t *n, struct json_error *e);
-/* A string or a list of ids read by jansson: for lists that are not the body's large one. name is
- * what messages call it, field its top-level field. */
+/* A string or a list of ids read by jansson: for lists that are not the body's large one. name
+ * is what messages call it, field its top-level field. */
 int api_read_text_or_ids(const struct api *a, const json_t *v, const char *field,
                          const char *name, struct prompt *out, struct json_error *e);
 void prompts_free(struct prompt *p, int32_t n);

@@ -1,5 +1,5 @@
-/* POST /generate, in SGLang's shape: a text or ids, or lists of them, with sampling_params. What is
- * answered is an object for one prompt, a list for a list. */
+/* POST /generate, in SGLang's shape: a text or ids, or lists of them, with sampling_params.
+ * What is answered is an object for one prompt, a list for a list. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -237,7 +237,8 @@ static bool is_list(const struct completion *c)
     return c->is_batch || c->group.n > 1;
 }
 
-/* As far as it has come. The prompt's numbers are in the first and the last event of a stream. */
+/* As far as it has come. The prompt's numbers are in the first and the last event of a
+ * stream. */
 static void add_answer(const struct completion *c, struct buf *b, int32_t i)
 {
     const struct choice *choice = &c->choices[i];

@@ -242,8 +242,9 @@ static void on_done(struct request *r, void *arg)
     }
 }
 
-/* Who may share what prompts begin with: with a prefix cache all calls of one salt, else those of
- * this call. A salt is one number a byte; the call's own key begins with one that no byte is. */
+/* Who may share what prompts begin with: with a prefix cache all calls of one salt, else those
+ * of this call. A salt is one number a byte; the call's own key begins with one that no byte
+ * is. */
 static int share(struct group *g)
 {
     const struct api_common *c = &g->common;
@@ -268,8 +269,8 @@ static int share(struct group *g)
     return 0;
 }
 
-/* Counts g among what its key has in flight, and says whether it may be: with 429, to come back, or
- * with 400 when the limit would never let it in. Answers then. */
+/* Counts g among what its key has in flight, and says whether it may be: with 429, to come
+ * back, or with 400 when the limit would never let it in. Answers then. */
 static bool enter_key(struct group *g)
 {
     struct api *a = g->api;

@@ -1,9 +1,9 @@
 /* A group: the engine's requests of one HTTP call, and their one answer.
  *
- * A worker makes it, adds requests and starts it: all of them are queued or none. The engine ends
- * them one by one; when the last has ended, a worker formats the answer. A hang-up, or the failure
- * of one, cancels them all. Every call of the API that needs the engine is a group; each embeds
- * struct group as its first member.
+ * A worker makes it, adds requests and starts it: all of them are queued or none. The engine
+ * ends them one by one; when the last has ended, a worker formats the answer. A hang-up, or the
+ * failure of one, cancels them all. Every call of the API that needs the engine is a group;
+ * each embeds struct group as its first member.
  *
  * The exchange owns the group from group_start on. Engine threads touch only `progress` and the
  * members' flags; a group is formatted by one worker at a time, as group_notice takes care. */
@@ -12,8 +12,9 @@
 
 #include "api_fields.h"
 
-/* Numbers that one call may be answered with, some 25 bytes each in the answer and 8 before: a call
- * of many prompts must not take all memory. A prompt of 262,144 tokens with 20 candidates fits. */
+/* Numbers that one call may be answered with, some 25 bytes each in the answer and 8 before: a
+ * call of many prompts must not take all memory. A prompt of 262,144 tokens with 20 candidates
+ * fits. */
 enum { GROUP_MAX_NUMBERS = 8 << 20 };
 
 struct group;
@@ -37,7 +38,8 @@ struct group {
     int64_t n_used_tokens;
     /* Set before the start: the answer goes out as it grows. */
     bool is_stream;
-    /* Set before the first group_add, with update, which is then called after pieces of prompts. */
+    /* Set before the first group_add, with update, which is then called after pieces of
+     * prompts. */
     bool tells_progress;
     /* Requests that ended, times 2^32, and notices that no worker has taken yet. One number, so
      * that the engine's last touch of the group is the addition that tells of the end. */
@@ -58,9 +60,9 @@ int group_init(struct group *g, struct api *a, struct exchange *x, const struct 
                int32_t cap);
 void group_fini(struct group *g);
 
-/* Adds a request for a prompt, whose ids it takes, also on failure. c NULL: nothing is generated;
- * else up to max_new tokens, as c says, from seed. Returns 0 or ERR_NOMEM. Of the request, which is
- * g->requests[g->n - 1], logprobs_from may be set before the start. */
+/* Adds a request for a prompt, whose ids it takes, also on failure. c NULL: nothing is
+ * generated; else up to max_new tokens, as c says, from seed. Returns 0 or ERR_NOMEM. Of the
+ * request, which is g->requests[g->n - 1], logprobs_from may be set before the start. */
 int group_add(struct group *g, struct prompt *p, enum logprobs_mode mode, int32_t n_top,
               const struct choosing *c, int32_t max_new, uint64_t seed);
 

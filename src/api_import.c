@@ -1,7 +1,7 @@
 /* POST /v1/sessions: a session from a file, brought into the pools as it comes.
  *
- * Its slot and pages are taken when the header was read, and it can be found once the checksum at
- * the file's end was right: until then a fault, a hang-up or a stop gives all of it back. */
+ * Its slot and pages are taken when the header was read, and it can be found once the checksum
+ * at the file's end was right: until then a fault, a hang-up or a stop gives all of it back. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -30,8 +30,8 @@ int api_keys_read(struct api_keys *k, const char *path, struct errmsg *e);
 bool api_keys_allow(struct api_keys *k, const char *authorization);
 
 /* Counts a call that was let in among what its key has in flight until api_keys_leave; *key is
- * NULL when it is nobody's, and not counted. Returns 0, ERR_FULL when there would be more than l
- * then, or ERR_NOMEM. */
+ * NULL when it is nobody's, and not counted. Returns 0, ERR_FULL when there would be more than
+ * l then, or ERR_NOMEM. */
 int api_keys_enter(struct api_keys *k, const char *authorization,
                    const struct api_key_limits *l, int64_t n_requests, int64_t n_tokens,
                    struct api_key **key);

@@ -49,8 +49,8 @@ int api_kv_read(const struct api *a, const json_t *root, struct kv_terms *kv,
     return 0;
 }
 
-/* r begins at the session where that has the tokens it begins with, and numbers of these are not
- * asked for. */
+/* r begins at the session where that has the tokens it begins with, and numbers of these are
+ * not asked for. */
 static void begin_source(struct api *a, const struct kv_terms *kv, struct request *r)
 {
     struct session *s;

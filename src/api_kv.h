@@ -1,9 +1,10 @@
-/* kv_transfer_params, as proxies of disaggregated servers hand it from a prefill server to a decode
- * server: with do_remote_decode the prompt's end is kept as a session for a lease, and the answer
- * names it; with do_remote_prefill, and a name that is ours, the prompt begins at that session.
+/* kv_transfer_params, as proxies of disaggregated servers hand it from a prefill server to a
+ * decode server: with do_remote_decode the prompt's end is kept as a session for a lease, and
+ * the answer names it; with do_remote_prefill, and a name that is ours, the prompt begins at
+ * that session.
  *
- * A handle that cannot be used is no error: the prompt is computed. Its caller would hand a refusal
- * on to its client, and the numbers are the same. Workers. */
+ * A handle that cannot be used is no error: the prompt is computed. Its caller would hand a
+ * refusal on to its client, and the numbers are the same. Workers. */
 #ifndef PREFILLD_API_KV_H
 #define PREFILLD_API_KV_H
 

@@ -169,10 +169,10 @@ static void add_named(const struct api *a, struct buf *b, struct row_names *name
     buf_json_f32(b, logprob);
 }
 
-/* {token: logprob, ...}: the row's own token first, then the best n_top, or for a generated one the
- * labels. Two tokens may have one text (bytes of no character are all U+FFFD, ids without a token
- * are ""): then the name is written once, with the larger number, so that the row's own seems the
- * best only if it is. */
+/* {token: logprob, ...}: the row's own token first, then the best n_top, or for a generated one
+ * the labels. Two tokens may have one text (bytes of no character are all U+FFFD, ids without a
+ * token are ""): then the name is written once, with the larger number, so that the row's own
+ * seems the best only if it is. */
 static void write_top(const struct api *a, struct buf *b, const struct request *r, int32_t t,
                       const struct row_style *s)
 {

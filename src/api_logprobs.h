@@ -29,22 +29,23 @@ float row_logprob(const struct request *r, int32_t t);
 /* [r->n_top]; NULL when r->n_top is 0. */
 const struct top_entry *row_top(const struct request *r, int32_t t);
 
-/* A token's text, as a JSON string. Returns whether it is the text of no other token: neither ""
- * nor with bytes of no character. */
+/* A token's text, as a JSON string. Returns whether it is the text of no other token: neither
+ * "" nor with bytes of no character. */
 bool write_token(const struct api *a, struct buf *b, int32_t id, bool as_ids);
 
-/* {"id", "token", "logprob", without the closing brace; bytes of no character as "bytes", too. */
+/* {"id", "token", "logprob", without the closing brace; bytes of no character as "bytes",
+ * too. */
 void open_candidate(const struct api *a, struct buf *b, const struct top_entry *e);
 /* A list of these: the first n, or up to the first that is none. */
 void write_candidates(const struct api *a, struct buf *b, const struct top_entry *top,
                       int32_t n);
 
-/* {"text_offset", "token_logprobs", "tokens", "top_logprobs"} of rows [from, to): row 0 has null
- * numbers. o goes on behind the row before from. */
+/* {"text_offset", "token_logprobs", "tokens", "top_logprobs"} of rows [from, to): row 0 has
+ * null numbers. o goes on behind the row before from. */
 void write_logprobs(const struct api *a, struct buf *b, const struct request *r, int32_t from,
                     int32_t to, const struct row_style *s, struct text_offsets *o);
-/* vLLM's prompt_logprobs: [null, {"id": {"logprob", "rank", "decoded_token"}}, ...]. rank is null
- * when it is beyond the n_top candidates. */
+/* vLLM's prompt_logprobs: [null, {"id": {"logprob", "rank", "decoded_token"}}, ...]. rank is
+ * null when it is beyond the n_top candidates. */
 void write_prompt_logprobs(const struct api *a, struct buf *b, const struct request *r,
                            int32_t n_top);
 /* OpenAI's chats: {"content": [{"token", "logprob", "bytes", "top_logprobs"}]}. */

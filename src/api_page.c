@@ -1,4 +1,5 @@
-/* GET /: the live page, one file without outside resources (etc/page.html), fed by /v1/steps. */
+/* GET /: the live page, one file without outside resources (etc/page.html), fed by
+ * /v1/steps. */
 #include <string.h>
 
 #include "api_priv.h"

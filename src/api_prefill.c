@@ -226,7 +226,8 @@ static struct call *new_call(struct api *a, struct exchange *x, struct question 
     r->n_source = bond->n_source;
     r->is_fork = q->is_fork;
     r->keep_terms = q->terms;
-    /* The row of the first new token is the session's last one's, which is not computed again. */
+    /* The row of the first new token is the session's last one's, which is not computed
+     * again. */
     r->logprobs_from = bond->n_source ? bond->n_source + 1 : 0;
     return c;
 }

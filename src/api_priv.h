@@ -1,7 +1,7 @@
 /* Inside of api*.c: the table of calls, answers, and what bodies have in common.
  *
- * Handlers run on workers. Each ends in exactly one api_reply or api_error, or hands the exchange
- * to the engine, whose done() leads to one. */
+ * Handlers run on workers. Each ends in exactly one api_reply or api_error, or hands the
+ * exchange to the engine, whose done() leads to one. */
 #ifndef PREFILLD_API_PRIV_H
 #define PREFILLD_API_PRIV_H
 
@@ -12,7 +12,8 @@
 
 /* Takes the bytes of body. */
 void api_reply(struct exchange *x, int status, struct buf *body);
-/* param and message as in api_error_write. 503 and 429 get Retry-After, 401 WWW-Authenticate. */
+/* param and message as in api_error_write. 503 and 429 get Retry-After, 401
+ * WWW-Authenticate. */
 void api_error(struct api *a, struct exchange *x, int status, const char *param,
                const char *message);
 /* The status for an error of reading a body: 400, 404, 409 (ERR_FULL) or 500. */

@@ -1,10 +1,10 @@
-/* POST /v1/score: one context, many continuations, each with the numbers that /v1/prefill gives for
- * the two joined. POST /generative_scoring and /rerank, in vLLM's shapes: how probable a label is
- * behind a query and an item.
+/* POST /v1/score: one context, many continuations, each with the numbers that /v1/prefill gives
+ * for the two joined. POST /generative_scoring and /rerank, in vLLM's shapes: how probable a
+ * label is behind a query and an item.
  *
- * Each pair is a request of its own. They share what they begin with (api_group.c): the context is
- * computed once, up to the last page that lies before its last token, whose row gives the first
- * number; so the numbers are those of the joined prompt alone, bit for bit. */
+ * Each pair is a request of its own. They share what they begin with (api_group.c): the context
+ * is computed once, up to the last page that lies before its last token, whose row gives the
+ * first number; so the numbers are those of the joined prompt alone, bit for bit. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,8 +1,8 @@
 /* GET /v1/steps: each step as a server-sent event, to any number of readers.
  *
- * The engine tells when there are more steps, not of each short one; a worker then writes to each
- * reader what it has not had. A reader belongs to its exchange, and is in the list until it is ended by
- * the worker that finds its client gone or the server stopping. */
+ * The engine tells when there are more steps, not of each short one; a worker then writes to
+ * each reader what it has not had. A reader belongs to its exchange, and is in the list until
+ * it is ended by the worker that finds its client gone or the server stopping. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -37,8 +37,9 @@ struct reader {
     struct arch a;
 };
 
-/* The classes' defaults, transformers 5.24 configuration_qwen3_next.py, configuration_qwen3_5.py
- * and configuration_qwen3_5_moe.py. A default of 0: the class does not read the field. */
+/* The classes' defaults, transformers 5.24 configuration_qwen3_next.py,
+ * configuration_qwen3_5.py and configuration_qwen3_5_moe.py. A default of 0: the class does not
+ * read the field. */
 struct int_field {
     const char *key;
     size_t at; /* in struct reader */
@@ -368,8 +369,8 @@ static int read_layers(struct reader *r)
     return 0;
 }
 
-/* Which MLPs are mixtures. Qwen3-Next: those that mlp_only_layers and decoder_sparse_step leave;
- * Qwen3.5-MoE: all, the class reads neither field. */
+/* Which MLPs are mixtures. Qwen3-Next: those that mlp_only_layers and decoder_sparse_step
+ * leave; Qwen3.5-MoE: all, the class reads neither field. */
 static int read_mixtures(struct reader *r)
 {
     struct arch *a = &r->a;

@@ -37,7 +37,7 @@ static inline size_t dtype_bytes(enum dtype d)
     return d == DTYPE_F32 ? 4 : 2;
 }
 
-/* ---- weights ------------------------------------------------------------------------------ */
+/* ---- weights ----------------------------------------------------------------------------- */
 
 /* A run of whole rows of a weight, in host memory (usually a mapped file). */
 struct weight_part {
@@ -64,7 +64,7 @@ struct weight {
     size_t bytes;
 };
 
-/* ---- one step's metadata, in backend memory ----------------------------------------------- */
+/* ---- one step's metadata, in backend memory ---------------------------------------------- */
 
 /* Flat list of the chunks of a batch. lengths 130, 20, 300 give 9 entries:
  * (0,0) (0,1) (0,2) (1,0) (2,0) (2,1) (2,2) (2,3) (2,4). */
@@ -126,15 +126,15 @@ struct batch {
     struct chunk_map map;
 };
 
-/* A state slot that becomes a copy of another, in every GDN layer; or a page, in every attention
- * layer. */
+/* A state slot that becomes a copy of another, in every GDN layer; or a page, in every
+ * attention layer. */
 struct slot_copy {
     int32_t from, to;
 };
 
-/* Host arrays that step_upload copies; same meaning and shapes as in struct batch. Copies, which
- * the model makes before the first layer, are the host's alone: no slot is written that another
- * of them reads or writes. */
+/* Host arrays that step_upload copies; same meaning and shapes as in struct batch. Copies,
+ * which the model makes before the first layer, are the host's alone: no slot is written that
+ * another of them reads or writes. */
 struct batch_host {
     int32_t n_tokens, n_seqs, n_chunks, n_rows, max_pages, max_len;
     const int32_t *tokens, *positions, *cu_seqlens, *start, *slots, *save_slots, *page_table;
@@ -160,7 +160,7 @@ struct row_result {
     float sampled_logprob; /* of the logits before adjusting */
 };
 
-/* ---- pools -------------------------------------------------------------------------------- */
+/* ---- pools ------------------------------------------------------------------------------- */
 
 /* One GDN layer's part of every state slot. */
 struct state_pool {
@@ -177,7 +177,7 @@ struct kv_pool {
     void *v;             /* same */
 };
 
-/* ---- operation arguments ------------------------------------------------------------------ */
+/* ---- operation arguments ----------------------------------------------------------------- */
 
 struct op_embed {
     const struct batch *b;
@@ -213,8 +213,8 @@ struct gdn_dims {
 };
 
 /* Projection rows are q [H*K] | k [H*K] | v [HV*V] | z [HV*V] | b [HV] | a [HV].
- * Causal depthwise convolution (4 taps, the last multiplies the current token) over q|k|v, SiLU,
- * then q, k: x * rsqrt(sum x^2 + 1e-6) per head, q also * K^-0.5; beta = sigmoid(b);
+ * Causal depthwise convolution (4 taps, the last multiplies the current token) over q|k|v,
+ * SiLU, then q, k: x * rsqrt(sum x^2 + 1e-6) per head, q also * K^-0.5; beta = sigmoid(b);
  * g = -exp(A_log) * softplus(a + dt_bias). gdn.md 1.1. */
 struct op_gdn_conv {
     const struct batch *b;
@@ -255,8 +255,9 @@ struct attn_dims {
 };
 
 /* Projection rows are q [HQ*D] | gate [HQ*D] | k [HK*D] | v [HK*D].
- * q, k: RMSNorm over D with weights that already hold 1 + w, then RoPE on the first rot_dim dims
- * (halves: i with i + rot_dim/2, angle = position * inv_freq[i]); k and v go to their pages. */
+ * q, k: RMSNorm over D with weights that already hold 1 + w, then RoPE on the first rot_dim
+ * dims (halves: i with i + rot_dim/2, angle = position * inv_freq[i]); k and v go to their
+ * pages. */
 struct op_attn_prep {
     const struct batch *b;
     struct attn_dims d;
@@ -324,7 +325,7 @@ struct op_head {
     struct row_result *out; /* [R] backend memory */
 };
 
-/* ---- the table ---------------------------------------------------------------------------- */
+/* ---- the table --------------------------------------------------------------------------- */
 
 /* Limits that size an operation's workspace; fixed at start. */
 struct backend_limits {
@@ -378,8 +379,8 @@ struct backend_ops {
     int (*upload)(struct backend *b, void *dst, const void *src_host, size_t bytes);
     int (*download)(struct backend *b, void *dst_host, const void *src, size_t bytes);
 
-    /* Whether the operations take these sizes (gd, ad NULL: the model has no such layer). Returns
-     * 0, or ERR_UNSUPPORTED with what was found and what is accepted. */
+    /* Whether the operations take these sizes (gd, ad NULL: the model has no such layer).
+     * Returns 0, or ERR_UNSUPPORTED with what was found and what is accepted. */
     int (*check)(struct backend *b, const struct gdn_dims *gd, const struct attn_dims *ad,
                  const struct backend_limits *l, struct errmsg *e);
 
@@ -457,12 +458,13 @@ struct backend_ops {
                    const int32_t *pages, int32_t n_tokens, float *k, float *v);
     int (*kv_write)(struct backend *b, const struct attn_dims *d, const struct kv_pool *p,
                     const int32_t *pages, int32_t n_tokens, const float *k, const float *v);
-    /* Copies of parts as they lie, for export and import: of a slot in one layer (state_bytes), or
-     * of the keys, or values, of a page in one layer (half of page_bytes), to and from host memory
-     * of stage_alloc. They go beside the steps, to memory that no step under way reads or writes;
-     * those behind copies_follow come after all that was enqueued before it. copies_mark remembers
-     * what was enqueued as entry i, 0 to COPY_MARKS - 1; copies_done: 1: that is done, 0: not yet
-     * (only when !wait), ERR_DEVICE. The three are NULL where copies are made at once. */
+    /* Copies of parts as they lie, for export and import: of a slot in one layer (state_bytes),
+     * or of the keys, or values, of a page in one layer (half of page_bytes), to and from host
+     * memory of stage_alloc. They go beside the steps, to memory that no step under way reads
+     * or writes; those behind copies_follow come after all that was enqueued before it.
+     * copies_mark remembers what was enqueued as entry i, 0 to COPY_MARKS - 1; copies_done: 1:
+     * that is done, 0: not yet (only when !wait), ERR_DEVICE. The three are NULL where copies
+     * are made at once. */
     void *(*stage_alloc)(struct backend *b, size_t bytes); /* set-up; NULL: there is no room */
     void (*stage_free)(struct backend *b, void *p);
     int (*slot_get)(struct backend *b, const struct gdn_dims *d, const struct state_pool *p,
@@ -477,8 +479,8 @@ struct backend_ops {
     int (*copies_mark)(struct backend *b, int32_t i);
     int (*copies_done)(struct backend *b, int32_t i, bool wait);
     /* Between such bytes and canonical ones; on the host, any thread. S [HV, K, V] f32, conv
-     * [conv_dim, 3] act oldest first, rows [n_tokens, HK, D] act, of a page's first tokens: packed,
-     * the others become 0. */
+     * [conv_dim, 3] act oldest first, rows [n_tokens, HK, D] act, of a page's first tokens:
+     * packed, the others become 0. */
     void (*slot_unpack)(const struct gdn_dims *d, const void *raw, float *S, void *conv);
     void (*slot_pack)(const struct gdn_dims *d, const float *S, const void *conv, void *raw);
     void (*page_unpack)(const struct attn_dims *d, int32_t page_tokens, bool is_value,
@@ -500,8 +502,8 @@ struct backend_ops {
 };
 
 /* The table of a backend by name: "cpu", "cuda" or "auto": cuda where this build has it and a
- * driver is installed, whether or not that works (open says), else cpu. NULL: not in this build,
- * and e says so. */
+ * driver is installed, whether or not that works (open says), else cpu. NULL: not in this
+ * build, and e says so. */
 const struct backend_ops *backend_find(const char *name, struct errmsg *e);
 
 extern const struct backend_ops backend_cpu_ops;

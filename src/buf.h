@@ -22,8 +22,8 @@ void buf_fini(struct buf *b);
 
 /* Makes room for extra more bytes. Returns 0 or ERR_NOMEM. */
 int buf_reserve(struct buf *b, size_t extra_bytes);
-/* Inline, as buf_adds and buf_addc: an answer with a million numbers is made of little pieces, most
- * of them constants whose length the compiler knows. */
+/* Inline, as buf_adds and buf_addc: an answer with a million numbers is made of little pieces,
+ * most of them constants whose length the compiler knows. */
 static inline void buf_add(struct buf *b, const void *data, size_t len)
 {
     if (len == 0 || (len > b->cap - b->len && buf_reserve(b, len) != 0) || b->failed)

@@ -1,6 +1,6 @@
 /* See conf.h. Everything a new option needs is its row in conf_options; --help, the file, the
- * command line, bounds and messages follow from it. tests/docs.py holds the README, the man page
- * and the sample file to the same rows. */
+ * command line, bounds and messages follow from it. tests/docs.py holds the README, the man
+ * page and the sample file to the same rows. */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/un.h>

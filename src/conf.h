@@ -72,8 +72,8 @@ struct conf {
 };
 
 /* Defaults, then the file named by --config, then the command line. Returns 0, or ERR_INVALID,
- * ERR_IO (the file) or ERR_NOMEM with e naming where (file:line or the option), what was found and
- * what is accepted; c is then empty. With --help and --version only `action` counts. */
+ * ERR_IO (the file) or ERR_NOMEM with e naming where (file:line or the option), what was found
+ * and what is accepted; c is then empty. With --help and --version only `action` counts. */
 int conf_parse(int argc, char **argv, struct conf *c, struct errmsg *e);
 void conf_fini(struct conf *c);
 

@@ -1,8 +1,8 @@
 /* Inside the CPU backend: its threads, its matrix products, and the bodies of its operations.
  *
- * Only cpu_*.c and their tests include this. The engine thread calls everything here; bodies fan
- * out over the pool's threads by independent outputs, so no sum ever depends on the number of
- * threads. Activations are f32; weights stay as stored. */
+ * Only cpu_*.c and their tests include this. The engine thread calls everything here; bodies
+ * fan out over the pool's threads by independent outputs, so no sum ever depends on the number
+ * of threads. Activations are f32; weights stay as stored. */
 #ifndef PREFILLD_CPU_H
 #define PREFILLD_CPU_H
 
@@ -40,9 +40,9 @@ void cpu_pack(struct cpu_pool *pool, const struct weight_part *parts, int32_t n_
 
 /* c[i, j] = sum over k of a[i, k] * w[i_mat][j, k], f32 arithmetic, in one order for a weight
  * and a machine's kernel (cpu_gemm.h). A row's bits depend on nothing but its own a row and the
- * weight: not on n_rows, not on the thread count. a [n_rows, lda], c [n_rows, ldc]. a_rows, when
- * not NULL, gives the row of a for each output row (gather). What is not finite in a makes its
- * row not finite; subnormal parts of a may count as zero. Runs on the pool. */
+ * weight: not on n_rows, not on the thread count. a [n_rows, lda], c [n_rows, ldc]. a_rows,
+ * when not NULL, gives the row of a for each output row (gather). What is not finite in a makes
+ * its row not finite; subnormal parts of a may count as zero. Runs on the pool. */
 void cpu_gemm(struct cpu_pool *pool, int32_t n_rows, const float *a, int64_t lda,
               const int32_t *a_rows, const struct weight *w, int32_t i_mat, float *c,
               int64_t ldc);

@@ -3,9 +3,10 @@
  * A piece is cut at absolute multiples of 64 into tiles of queries; an item of the fan-out is a
  * tile and a KV head, with all the query heads that share it. Keys come in blocks of 64, also
  * at absolute multiples, in ascending order, with a running maximum and sum for every row
- * (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135). The row's own block is the last:
- * it is handled row by row, so that nothing past a row's position enters its sums, not even
- * multiplied by zero. A row's bits depend on its position and nothing else of the tile.
+ * (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135). The row's own block
+ * is the last: it is handled row by row, so that nothing past a row's position enters its sums,
+ * not even multiplied by zero. A row's bits depend on its position and nothing else of the
+ * tile.
  *
  * Shapes of a tile: rows are (token, query head of the group), token first. */
 #include <math.h>

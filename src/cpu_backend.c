@@ -1,8 +1,8 @@
 /* The CPU backend's table: threads, memory, weights, workspace and steps.
  *
- * Operations run at once, when they are called; a step is done when it is ended. The contract of
- * two steps in flight is kept all the same, so that the engine is the same for every backend.
- * Engine thread, except the set-up calls before it starts. */
+ * Operations run at once, when they are called; a step is done when it is ended. The contract
+ * of two steps in flight is kept all the same, so that the engine is the same for every
+ * backend. Engine thread, except the set-up calls before it starts. */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>

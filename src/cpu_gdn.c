@@ -1,16 +1,16 @@
 /* The gated delta rule over a batch: how its chunks are shared out over the threads.
  *
  * Chunks of a sequence depend on each other through the state only. Usually an item of the
- * fan-out is a sequence and a key head, and goes through its chunks in order. When there are too
- * few of those, what does not need the state is done first for a window of chunks, one item
+ * fan-out is a sequence and a key head, and goes through its chunks in order. When there are
+ * too few of those, what does not need the state is done first for a window of chunks, one item
  * each, and the serial part is split further by columns of the state, which are independent.
  * Both ways compute every element in the same order: bits do not depend on the choice. */
 #include <string.h>
 
 #include "cpu_gdn.h"
 
-/* Most (chunk, head) parts prepared at a time, fewest columns of the state and most key heads in
- * an item. */
+/* Most (chunk, head) parts prepared at a time, fewest columns of the state and most key heads
+ * in an item. */
 enum { MAX_PREPS = 512, MIN_COLUMNS = 32, MAX_GROUP = 8 };
 
 struct delta_run {

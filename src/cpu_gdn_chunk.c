@@ -1,13 +1,13 @@
-/* One chunk of the gated delta rule, C = 64 (gdn.md 1.2, gated form, with a solve in place of an
- * inverse). Rows i, j of a chunk; c_i is the log-decay summed up to and including row i.
+/* One chunk of the gated delta rule, C = 64 (gdn.md 1.2, gated form, with a solve in place of
+ * an inverse). Rows i, j of a chunk; c_i is the log-decay summed up to and including row i.
  *
  *   D_ij = e^(c_i - c_j), j <= i          L = strictly lower (beta_i k_i.k_j D_ij)
  *   (I + L) X = beta (V - e^c K S)        by forward substitution
  *   O = e^c Q S + (q_i.k_j D_ij) X
  *   S = e^c_last S + K^T (e^(c_last - c) X)
  *
- * Every exponential is of a difference <= 0, taken in f64 before it is rounded: decays of -100 a
- * token next to decays of -0.001 lose nothing. The gated form keeps L no larger than
+ * Every exponential is of a difference <= 0, taken in f64 before it is rounded: decays of -100
+ * a token next to decays of -0.001 lose nothing. The gated form keeps L no larger than
  * beta |k|^2, whatever the ungated one would be; no power or inverse of L is ever formed. */
 #include <math.h>
 #include <string.h>

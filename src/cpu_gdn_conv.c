@@ -10,7 +10,8 @@
 #include "cpu_impl.h"
 #include "cpu_simd.h"
 
-/* Heads that one item takes: 4 x 128 channels of 4 rows and their taps fit the nearest cache. */
+/* Heads that one item takes: 4 x 128 channels of 4 rows and their taps fit the nearest
+ * cache. */
 enum { HEADS_PER_ITEM = 4, TAPS = 4 };
 
 struct conv_run {
@@ -129,7 +130,8 @@ static void conv_item(void *arg, int64_t item, int32_t thread)
 }
 
 /* Shifts a sequence's window by its piece. Row j of the new window is input len - 3 + j, which
- * may still be one of the old window's later rows; oldest first, so none is overwritten early. */
+ * may still be one of the old window's later rows; oldest first, so none is overwritten
+ * early. */
 static void window_item(void *arg, int64_t item, int32_t thread)
 {
     (void)thread;

@@ -3,8 +3,8 @@
  *
  * A packed weight [rows, cols] is panels of 16 rows (the last one filled up with zeros):
  *   f32, f16   [panels][cols][16]
- *   bf16       [panels][ceil(cols / 32)][16 pairs][16][2], where pair j of 32 columns is columns
- *              j and j + 16, and a short last 32 is filled up with zeros
+ *   bf16       [panels][ceil(cols / 32)][16 pairs][16][2], where pair j of 32 columns is
+ *              columns j and j + 16, and a short last 32 is filled up with zeros
  * which every instruction set reads (the pairs are what AMX takes; so far apart, they cost no
  * permutation). A product runs in two passes over the pool: the rows of a
  * are brought into the kernel's form, then blocks of rows times ranges of panels are computed.

@@ -69,9 +69,9 @@ static inline float *cpu_conv_at(const struct gdn_dims *d, const struct state_po
     return (float *)p->conv + (size_t)slot * 3 * d->conv_dim;
 }
 
-/* Keys and values lie in blocks of 64 positions of a page and head, each as panels of 16 columns
- * (cpu_tile.h): keys as [D, 64], so that scores are a plain product, in panels of [D][16];
- * values as [64, D] in panels of [64][16]. */
+/* Keys and values lie in blocks of 64 positions of a page and head, each as panels of 16
+ * columns (cpu_tile.h): keys as [D, 64], so that scores are a plain product, in panels of
+ * [D][16]; values as [64, D] in panels of [64][16]. */
 static inline size_t cpu_kv_block(const struct attn_dims *d, const struct kv_pool *p,
                                   int32_t page, int32_t i_head, int32_t i_pos)
 {

@@ -1,9 +1,10 @@
 /* Small products of two f32 matrices on the calling thread.
  *
- * C is cut into panels of 32 columns and tiles of 8 rows, whose sums stay in registers over all of
- * k. B is read where it lies when a panel of it is whole, and else brought into the form
+ * C is cut into panels of 32 columns and tiles of 8 rows, whose sums stay in registers over all
+ * of k. B is read where it lies when a panel of it is whole, and else brought into the form
  * [k][32] first, transposed 16 x 16 at a time or filled up with zeros. Every element is one sum
- * over ascending l in one accumulator, so the tile that computes it leaves no trace in its bits. */
+ * over ascending l in one accumulator, so the tile that computes it leaves no trace in its
+ * bits. */
 #include "cpu.h"
 #include "cpu_simd.h"
 

@@ -1,6 +1,7 @@
-/* Sampling a token from a row of logits. The cuts by count and by mass look for a threshold on the
- * exponentials by halving the range of their bits, which for floats from 0 on are in the order of
- * their values: some thirty passes, no sorting, and the same result whatever runs beside. */
+/* Sampling a token from a row of logits. The cuts by count and by mass look for a threshold on
+ * the exponentials by halving the range of their bits, which for floats from 0 on are in the
+ * order of their values: some thirty passes, no sorting, and the same result whatever runs
+ * beside. */
 #include <math.h>
 #include <string.h>
 
@@ -54,7 +55,8 @@ CPU_INLINE void above_body(int32_t n, const float *e, float t, int32_t *count, d
 CPU_KERNEL(above, (int32_t n, const float *e, float t, int32_t *count, double *mass),
            (n, e, t, count, mass))
 
-/* The largest threshold from t on at which at least min_count values and min_mass of mass stay. */
+/* The largest threshold from t on at which at least min_count values and min_mass of mass
+ * stay. */
 static float cut(int32_t n, const float *e, float t, int32_t min_count, double min_mass)
 {
     uint32_t low = bits_of(t), high = bits_of(1.0f) + 1; /* low keeps enough, high does not */

@@ -1,8 +1,9 @@
 /* The CUDA backend's table: the device, its memory, its errors.
  *
- * Operations enqueue on one stream and never wait; the waits are step_done and the set-up calls.
- * Engine thread, except the set-up calls before it starts: one thread at a time launches. The
- * kernels' launch stubs are compiled without thread-safe statics and count on that. */
+ * Operations enqueue on one stream and never wait; the waits are step_done and the set-up
+ * calls. Engine thread, except the set-up calls before it starts: one thread at a time
+ * launches. The kernels' launch stubs are compiled without thread-safe statics and count on
+ * that. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -192,8 +193,8 @@ static void cuda_close(struct backend *b)
 static int cuda_open(struct backend *b, int32_t device, struct errmsg *e)
 {
     struct k_device dev;
-    /* The driver holds 1,024 launches by default and makes the next one wait; two steps of a deep
-     * model are more. It reads this when it starts; an operator's own value stays. */
+    /* The driver holds 1,024 launches by default and makes the next one wait; two steps of a
+     * deep model are more. It reads this when it starts; an operator's own value stays. */
     setenv("CUDA_SCALE_LAUNCH_QUEUES", "4x", 0);
     int rc = find_device(device, &dev, e);
     if (rc != 0)

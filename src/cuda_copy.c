@@ -1,5 +1,5 @@
-/* The CUDA backend's parts of pools for export and import: copied beside the steps, on a stream of
- * their own through pinned memory, and brought into canonical form and back (backend.h).
+/* The CUDA backend's parts of pools for export and import: copied beside the steps, on a stream
+ * of their own through pinned memory, and brought into canonical form and back (backend.h).
  * Copying: engine thread; the rest: any thread, on the host. */
 #include <string.h>
 
@@ -145,7 +145,8 @@ int cuda_copies_done(struct backend *b, int32_t i, bool wait)
 
 /* ---- canonical forms ---- */
 
-/* Swaps the inner two dims of [HV, K, V], K and V being 128, in squares that stay in the cache. */
+/* Swaps the inner two dims of [HV, K, V], K and V being 128, in squares that stay in the
+ * cache. */
 static void transpose(const struct gdn_dims *d, const float *from, float *to)
 {
     enum { SIDE = 16 };

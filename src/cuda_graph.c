@@ -2,15 +2,16 @@
  * and enqueued again by one call.
  *
  * A launch costs the host some 5 us and a step of 40 layers has 750 of them; a graph costs the
- * host the same few microseconds for any number. What is recorded holds the counts that size the
- * grids and the addresses of one entry of the metadata ring, so steps share a record when their
- * counts, rounded up, are equal: rows and chunks beyond the batch's own belong to no sequence
- * (kernels.h, struct k_batch), and added sequences are empty. Rounding is fine enough that the
- * products' tiles have the same number of rows. Bits do not change: nothing of a row depends on
- * what else is in the batch.
+ * host the same few microseconds for any number. What is recorded holds the counts that size
+ * the grids and the addresses of one entry of the metadata ring, so steps share a record when
+ * their counts, rounded up, are equal: rows and chunks beyond the batch's own belong to no
+ * sequence (kernels.h, struct k_batch), and added sequences are empty. Rounding is fine enough
+ * that the products' tiles have the same number of rows. Bits do not change: nothing of a row
+ * depends on what else is in the batch.
  *
  * A shape is recorded when it is seen again, behind a launch of the same step, so that the
- * device is busy meanwhile. Recording and its failure are harmless: the step goes on without. */
+ * device is busy meanwhile. Recording and its failure are harmless: the step goes on
+ * without. */
 #include <string.h>
 
 #include "cuda_impl.h"

@@ -62,8 +62,8 @@ struct cuda_weight {
 
 /* ---- steps (cuda_step.c) ---- */
 
-/* Operations of a traced step, and how many ends of steps are remembered: an entry of the ring is
- * begun anew before the step after it has ended, and its end still counts then. */
+/* Operations of a traced step, and how many ends of steps are remembered: an entry of the ring
+ * is begun anew before the step after it has ended, and its end still counts then. */
 enum { TRACE_SPANS = 2048, CUDA_ENDS = 3 };
 
 /* Counts that size a step's grids and place its metadata. */

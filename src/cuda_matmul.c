@@ -278,7 +278,8 @@ static bool has_same_bits(struct trial *t, int32_t bucket, int32_t n_rows)
     return true;
 }
 
-/* A product of n_rows; what a failed algorithm leaves unwritten does not pass for its result. */
+/* A product of n_rows; what a failed algorithm leaves unwritten does not pass for its
+ * result. */
 static bool run_algo(struct trial *t, struct gemm_layout *l, int32_t n_rows,
                      const cublasLtMatmulAlgo_t *algo)
 {
@@ -309,8 +310,8 @@ static float time_algo(struct trial *t, int32_t n_rows, const cublasLtMatmulAlgo
     return best;
 }
 
-/* Whether an algorithm takes every kind of row count from 1 or the last bucket's end to n_rows, in
- * rows of c that are packed and that are padded as the model pads them. */
+/* Whether an algorithm takes every kind of row count from 1 or the last bucket's end to n_rows,
+ * in rows of c that are packed and that are padded as the model pads them. */
 static bool fits_bucket(struct trial *t, int32_t n_rows, const cublasLtMatmulAlgo_t *algo)
 {
     struct gemm *g = &t->impl->gemm;

@@ -1,14 +1,14 @@
 /* The operations of the CUDA backend: each turns its arguments into a kernel's and enqueues it.
- * The contracts are backend.h's, the kernels' are kernels.h's. What is carved from the workspace
- * belongs to one operation: the stream runs them in order. */
+ * The contracts are backend.h's, the kernels' are kernels.h's. What is carved from the
+ * workspace belongs to one operation: the stream runs them in order. */
 #include "cuda_impl.h"
 
 _Static_assert(sizeof(struct row_result) == sizeof(struct k_row_result) &&
                    offsetof(struct row_result, n_bad) == offsetof(struct k_row_result, n_bad),
                "the head's kernel writes struct row_result");
 
-/* Logits of a block of rows stay under this: with h they fit in the 1 GiB that the head may take
- * for any vocabulary. */
+/* Logits of a block of rows stay under this: with h they fit in the 1 GiB that the head may
+ * take for any vocabulary. */
 enum { HEAD_LOGITS_BYTES = 256 << 20, HEAD_MAX_ROWS = 1024, HEAD_MIN_ROWS = 16 };
 
 /* ---- workspace ---- */

@@ -1,5 +1,5 @@
-/* The pools of the CUDA backend: state slots and KV pages, their layouts, their canonical copies,
- * and what sizes the kernels take. Reading and writing wait; poisoning is enqueued. */
+/* The pools of the CUDA backend: state slots and KV pages, their layouts, their canonical
+ * copies, and what sizes the kernels take. Reading and writing wait; poisoning is enqueued. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,8 +1,8 @@
 /* Steps of the CUDA backend: workspace, the ring of metadata and results, the chunk map, times.
  *
- * A step's metadata is packed into a pinned buffer and copied at once on a stream of its own; the
- * compute stream waits for it by an event, as the result stream waits for the head. The host
- * waits in step_done alone. A ring entry is used again only after its step was given by
+ * A step's metadata is packed into a pinned buffer and copied at once on a stream of its own;
+ * the compute stream waits for it by an event, as the result stream waits for the head. The
+ * host waits in step_done alone. A ring entry is used again only after its step was given by
  * step_done, so nothing here is guarded further. */
 #include <stdlib.h>
 #include <string.h>

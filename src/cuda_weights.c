@@ -1,9 +1,10 @@
-/* Weights of the CUDA backend: rows as bf16 in device memory, row-major; a tied embedding is kept
- * once. Main thread, at start.
+/* Weights of the CUDA backend: rows as bf16 in device memory, row-major; a tied embedding is
+ * kept once. Main thread, at start.
  *
  * Rows go through two pinned buffers: while one is copied to the device the next is filled by a
  * few threads, which read the mapped file and convert f32 and f16 to bf16 (to nearest, ties to
- * even). The buffers are made for the first weight and kept: pinning takes as long as a copy. */
+ * even). The buffers are made for the first weight and kept: pinning takes as long as a
+ * copy. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>

@@ -178,8 +178,8 @@ static enum outcome engine_doom(const struct engine *en, const struct request *r
     return atomic_load(&en->stopping) ? OUTCOME_ERROR : OUTCOME_OK;
 }
 
-/* Between the layers of the step that is being launched, which on the CPU is when it runs: a long
- * one is alive, and it is abandoned when none of its requests is wanted. */
+/* Between the layers of the step that is being launched, which on the CPU is when it runs: a
+ * long one is alive, and it is abandoned when none of its requests is wanted. */
 static bool engine_goes_on(void *arg)
 {
     struct engine *en = arg;

@@ -1,9 +1,9 @@
 /* What others ask of the pools between steps: parts of kept sessions out, parts of new ones in.
  *
- * A session that is read is spared by eviction (sessions_begin_export), so its slot and pages do
- * not change. One that is brought in holds a slot and pages from ENGINE_JOB_OPEN to _KEEP or _DROP;
- * nobody finds it before. Copies are made at once, or, where the backend queues them, beside the
- * steps; a few at a time, so that a step never waits long. */
+ * A session that is read is spared by eviction (sessions_begin_export), so its slot and pages
+ * do not change. One that is brought in holds a slot and pages from ENGINE_JOB_OPEN to _KEEP or
+ * _DROP; nobody finds it before. Copies are made at once, or, where the backend queues them,
+ * beside the steps; a few at a time, so that a step never waits long. */
 #include <stdlib.h>
 
 #include "config.h"

@@ -1,15 +1,16 @@
-/* Prefixes that prompts share: who begins at whose state, where states are kept, and what is given
- * up for room.
+/* Prefixes that prompts share: who begins at whose state, where states are kept, and what is
+ * given up for room.
  *
- * A kept state (checkpoint) is a node of the tree with a slot of its own, cached, and a reference
- * on every page before it. It lies at a multiple of the page size, which is one of 64, so that it
- * has the bits of a cold start and no page is written by two. A request that begins there gets a
- * copy of the slot in its first step; of a piece that passes it the layers write the state to its
- * slot, too, so no piece is cut for it. Both are part of the step, so the order of steps is theirs.
+ * A kept state (checkpoint) is a node of the tree with a slot of its own, cached, and a
+ * reference on every page before it. It lies at a multiple of the page size, which is one of
+ * 64, so that it has the bits of a cold start and no page is written by two. A request that
+ * begins there gets a copy of the slot in its first step; of a piece that passes it the layers
+ * write the state to its slot, too, so no piece is cut for it. Both are part of the step, so
+ * the order of steps is theirs.
  *
  * When a request is admitted the nodes it will pass become its own (maker). Those where another
- * waiting prompt parts from it, and its end, are pending: its state is kept there. A request that
- * could begin at a pending node is parked until the step that makes it is launched. */
+ * waiting prompt parts from it, and its end, are pending: its state is kept there. A request
+ * that could begin at a pending node is parked until the step that makes it is launched. */
 #include <stdlib.h>
 
 #include "config.h"
@@ -65,8 +66,9 @@ static void begin_at_nearest(struct engine *en, struct request *r)
 
 void engine_prefix_enter(struct engine *en, struct request *r)
 {
-    /* The row of a token comes from the token before it, which must be computed, or kept. So only
-     * a longer prompt could begin where r ends: what r keeps lies before its last token. */
+    /* The row of a token comes from the token before it, which must be computed, or kept. So
+     * only a longer prompt could begin where r ends: what r keeps lies before its last
+     * token. */
     int32_t n_use = r->n_prompt - 1, n_end = r->n_prompt - 1, P = en->pages.page_tokens;
     r->wants_rows = r->logprobs == LOGPROBS_ALL && r->logprobs_from <= 1;
     if (r->logprobs == LOGPROBS_ALL && !r->wants_rows && r->logprobs_from - 1 < n_use)
@@ -167,8 +169,8 @@ static void unpend(struct engine *en, struct prefix_node *v)
     prefix_unref(&en->prefix, v);
 }
 
-/* Tokens that v's state saves, and the bytes that it alone takes. Spare ones above it, which nobody
- * may ever want and which go first, make it worth no less. */
+/* Tokens that v's state saves, and the bytes that it alone takes. Spare ones above it, which
+ * nobody may ever want and which go first, make it worth no less. */
 static int32_t saved_by(const struct engine *en, const struct prefix_node *v, double *bytes)
 {
     const struct model_sizes *z = model_sizes_of(en->model);
@@ -190,8 +192,8 @@ static int rank(struct engine *en, struct prefix_node *v)
 
 /* ---- room ---- */
 
-/* What a waiting request was unparked for goes only when nothing runs that could end instead; and
- * what the step being packed reads stays. */
+/* What a waiting request was unparked for goes only when nothing runs that could end instead;
+ * and what the step being packed reads stays. */
 static bool can_evict(const struct engine *en, const struct prefix_node *v,
                       const struct prefix_node *except)
 {
@@ -234,8 +236,9 @@ static int32_t pages_in_reach(const struct engine *en, const struct engine_start
     return n;
 }
 
-/* Evicts until r, which begins at *hit (NULL: elsewhere), has a slot and its pages. When nothing
- * else could make room *hit is given up, too, and is then another, and so is a session. */
+/* Evicts until r, which begins at *hit (NULL: elsewhere), has a slot and its pages. When
+ * nothing else could make room *hit is given up, too, and is then another, and so is a
+ * session. */
 static bool make_room(struct engine *en, struct request *r, struct prefix_node **hit)
 {
     for (;;) {
@@ -258,8 +261,8 @@ static bool make_room(struct engine *en, struct request *r, struct prefix_node *
     }
 }
 
-/* A slot for v's state. is_wanted: others wait for it; else it must be worth more than what goes
- * for it. */
+/* A slot for v's state. is_wanted: others wait for it; else it must be worth more than what
+ * goes for it. */
 static bool get_slot(struct engine *en, struct prefix_node *v, bool is_wanted)
 {
     double bytes;
@@ -334,8 +337,8 @@ static bool park(struct engine *en, struct request *r, int32_t from)
     return false;
 }
 
-/* r was admitted and begins at n_planned tokens: what lies ahead is its own, unless another makes
- * it. */
+/* r was admitted and begins at n_planned tokens: what lies ahead is its own, unless another
+ * makes it. */
 static void claim(struct engine *en, struct request *r, int32_t n_planned)
 {
     const struct prefix_node *below = NULL;
@@ -405,7 +408,8 @@ static void keep(struct engine *en, struct step *s, struct request *r, struct pr
     s->taken[s->n_taken++] = v;
 }
 
-/* The first node of r's path in (at, end] where its state is to be kept; NULL: there is none. */
+/* The first node of r's path in (at, end] where its state is to be kept; NULL: there is
+ * none. */
 static struct prefix_node *pending_in(const struct request *r, int32_t at, int32_t end)
 {
     struct prefix_node *found = NULL;

@@ -1,8 +1,8 @@
 /* What sessions hold of the pools: a slot, cached, and references on the pages of their tokens.
  *
- * A request that continues or forks one gets a copy of its slot and of its last page, where that is
- * not full, in its first step, and shares the pages before; so the session is as it was until the
- * request has ended well. */
+ * A request that continues or forks one gets a copy of its slot and of its last page, where
+ * that is not full, in its first step, and shares the pages before; so the session is as it was
+ * until the request has ended well. */
 #include <stdlib.h>
 #include <string.h>
 

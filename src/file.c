@@ -10,7 +10,8 @@ int file_read(const char *path, size_t max_bytes, struct buf *out, struct errmsg
 {
     int rc = 0;
     struct stat st;
-    /* O_NONBLOCK: opening a FIFO must fail the regular-file test below, not wait for a writer. */
+    /* O_NONBLOCK: opening a FIFO must fail the regular-file test below, not wait for a
+     * writer. */
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (fd < 0)
         return errmsg_set(e, errno == ENOENT ? ERR_NOT_FOUND : ERR_IO, "%s: %s", path,

@@ -34,8 +34,8 @@ struct gemm_cache {
     int32_t n, cap;
 };
 
-/* For a folder, a card's name and a library's version; reads what is there. Returns 0 (also when
- * there is no file, or none of use), or ERR_NOMEM. A zeroed cache may be closed, too. */
+/* For a folder, a card's name and a library's version; reads what is there. Returns 0 (also
+ * when there is no file, or none of use), or ERR_NOMEM. A zeroed cache may be closed, too. */
 int gemm_cache_open(struct gemm_cache *c, const char *dir, const char *card, int64_t version);
 void gemm_cache_close(struct gemm_cache *c);
 

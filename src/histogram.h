@@ -1,5 +1,5 @@
-/* A histogram of whole numbers (microseconds, tokens) for Prometheus. Adding is lock-free, from any
- * thread; a reader may see a value in its bucket before it is in the sum. */
+/* A histogram of whole numbers (microseconds, tokens) for Prometheus. Adding is lock-free, from
+ * any thread; a reader may see a value in its bucket before it is in the sum. */
 #ifndef PREFILLD_HISTOGRAM_H
 #define PREFILLD_HISTOGRAM_H
 

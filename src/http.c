@@ -156,9 +156,10 @@ static void on_completed(void *cls, struct MHD_Connection *mhd, void **context,
 }
 
 /* http.lock held. Ends the connection under a stream: libmicrohttpd gets a byte that it cannot
- * send. Its own ways, MHD_CONTENT_READER_END_WITH_ERROR and the end of a body that is not chunked,
- * mark the connection as closed, but with epoll (0.9.75) forget to clean it up, unless it is the
- * one that has been quiet for longest: its descriptor stayed until the idle timeout. */
+ * send. Its own ways, MHD_CONTENT_READER_END_WITH_ERROR and the end of a body that is not
+ * chunked, mark the connection as closed, but with epoll (0.9.75) forget to clean it up, unless
+ * it is the one that has been quiet for longest: its descriptor stayed until the idle
+ * timeout. */
 static ssize_t cut_stream(struct exchange *x, char *out)
 {
     x->conn->is_expired = true;
@@ -455,7 +456,8 @@ static int start_library(struct http *h)
 {
     /* The limit is kept at accept; here is room for connections that are just being closed. */
     unsigned limit = (unsigned)h->c.max_connections + 1024;
-    /* Its timeout starts anew with every byte: only a client that does not read is left to it. */
+    /* Its timeout starts anew with every byte: only a client that does not read is left to
+     * it. */
     int32_t timeout_s = h->c.idle_timeout_s;
     timeout_s = timeout_s > h->c.header_timeout_s ? timeout_s : h->c.header_timeout_s;
     timeout_s = timeout_s > h->c.body_timeout_s ? timeout_s : h->c.body_timeout_s;

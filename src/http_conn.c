@@ -78,7 +78,8 @@ static void send_by_hand(int fd, int status, const char *id, const char *headers
         buf_printf(&out, "X-Request-Id: %s\r\n", id);
     buf_adds(&out, "\r\n");
     buf_add(&out, body->data, body->len);
-    /* Nothing is before it in the socket's buffer, so it fits, or the client is not worth it. */
+    /* Nothing is before it in the socket's buffer, so it fits, or the client is not worth
+     * it. */
     if (!body->failed && !out.failed) {
         ssize_t sent = send(fd, out.data, out.len, MSG_NOSIGNAL | MSG_DONTWAIT);
         (void)sent;
@@ -341,7 +342,8 @@ static void expire(struct conn *c)
     shutdown(c->fd, SHUT_RDWR);
 }
 
-/* http.lock held. What libmicrohttpd 0.9.75 does not see of a connection that waits for bytes. */
+/* http.lock held. What libmicrohttpd 0.9.75 does not see of a connection that waits for
+ * bytes. */
 static void inspect(struct conn *c, int64_t now_us)
 {
     struct pollfd p = {.fd = c->fd, .events = POLLRDHUP};

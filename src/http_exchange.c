@@ -302,8 +302,9 @@ static void wake_stream(struct exchange *x)
     http_resume(x);
 }
 
-/* http.lock held. In the middle of a body libmicrohttpd takes no answer: by hand, and a close, for
- * which the I/O thread has to meet the next bytes, or the watcher the client's end, or a deadline. */
+/* http.lock held. In the middle of a body libmicrohttpd takes no answer: by hand, and a close,
+ * for which the I/O thread has to meet the next bytes, or the watcher the client's end, or a
+ * deadline. */
 static void answer_in_body(struct exchange *x, int status, const struct buf *body)
 {
     if (!x->conn->is_expired)
@@ -458,8 +459,8 @@ bool exchange_stream_end(struct exchange *x, struct buf *events)
     return is_here;
 }
 
-/* http.lock held. Keeps what waits of x's events up to the end of the one that is being sent, if
- * that and `last` are less than all. */
+/* http.lock held. Keeps what waits of x's events up to the end of the one that is being sent,
+ * if that and `last` are less than all. */
 static void cut(struct exchange *x, const struct buf *last)
 {
     struct buf *s = &x->stream;

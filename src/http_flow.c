@@ -1,8 +1,10 @@
-/* Bodies and answers that are handed on as they come: what is kept of them, and who looks at it.
+/* Bodies and answers that are handed on as they come: what is kept of them, and who looks at
+ * it.
  *
- * A body goes through a ring of fixed size: when it is full the connection is suspended, so that the
- * client waits. An answer goes through the exchange's stream, which its owner refills when little is
- * left. Both owners work in looks: a worker, one at a time, after each notice. */
+ * A body goes through a ring of fixed size: when it is full the connection is suspended, so
+ * that the client waits. An answer goes through the exchange's stream, which its owner refills
+ * when little is left. Both owners work in looks: a worker, one at a time, after each
+ * notice. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,8 +1,8 @@
 /* Where a request ends: the checks that keep this server and a proxy before it of one mind.
  *
- * Pure. libmicrohttpd 0.9.75 takes the first of two Content-Length headers, Content-Length beside
- * Transfer-Encoding, HTTP/1.1 without Host, and header names with blanks before the colon; each
- * of these lets one request hide in another (RFC 9112, 6.3 and 11.2). */
+ * Pure. libmicrohttpd 0.9.75 takes the first of two Content-Length headers, Content-Length
+ * beside Transfer-Encoding, HTTP/1.1 without Host, and header names with blanks before the
+ * colon; each of these lets one request hide in another (RFC 9112, 6.3 and 11.2). */
 #ifndef PREFILLD_HTTP_FRAMING_H
 #define PREFILLD_HTTP_FRAMING_H
 

@@ -82,7 +82,8 @@ struct exchange {
     int64_t charged_bytes;
     int64_t arrival_us;
 
-    /* http.lock. A stream: events not yet given to libmicrohttpd are [stream_at, stream.len). */
+    /* http.lock. A stream: events not yet given to libmicrohttpd are [stream_at,
+     * stream.len). */
     bool is_stream, is_streaming; /* opened; begun */
     bool is_parked; /* suspended until there are more events, or room for more body */
     struct buf stream;
@@ -123,7 +124,8 @@ struct exchange {
     int32_t n_headers;
 };
 
-/* A socket that is read empty before it is closed, so that the answer is not lost to a reset. */
+/* A socket that is read empty before it is closed, so that the answer is not lost to a
+ * reset. */
 struct farewell {
     int fd; /* -1: free */
     uint64_t token;
@@ -163,8 +165,8 @@ int64_t http_now_us(void);
 /* ---- http.c ---- */
 /* Takes ownership of fd. http.lock not held. */
 void http_add_socket(struct http *h, int fd, const void *addr, unsigned addr_len);
-/* Ends the suspension of x, whose state is not EXCHANGE_PENDING any more, or which is not parked
- * any more. */
+/* Ends the suspension of x, whose state is not EXCHANGE_PENDING any more, or which is not
+ * parked any more. */
 void http_resume(struct exchange *x);
 /* I/O thread. */
 void http_suspend(struct exchange *x);
@@ -176,8 +178,8 @@ int http_open_listeners(struct http *h, const struct http_config *c, struct errm
 /* ---- http_conn.c: the watcher's side ---- */
 void conn_readable(void *arg, void *owner);
 void conn_turn(void *arg);
-/* Makes room for descriptors, or lowers the number of connections to what there is. Returns 0 or
- * ERR_INVALID. */
+/* Makes room for descriptors, or lowers the number of connections to what there is. Returns 0
+ * or ERR_INVALID. */
 int conn_raise_limit(int32_t *max_connections, struct errmsg *e);
 /* After the watcher has ended. */
 void conn_close_farewells(struct http *h);
@@ -199,10 +201,11 @@ struct exchange *exchange_new(struct http *h, struct conn *c, struct MHD_Connect
 void exchange_refuse(struct exchange *x, int status, const char *message);
 /* Watcher: the client of owner, an exchange, has gone. */
 void exchange_hangup(void *arg, void *owner);
-/* http.lock held. The connection of x, a stream that has not ended, is being closed by libmicrohttpd:
- * its owner is told at the watcher's next turn. */
+/* http.lock held. The connection of x, a stream that has not ended, is being closed by
+ * libmicrohttpd: its owner is told at the watcher's next turn. */
 void exchange_lose_stream(struct exchange *x);
-/* http.lock held. Keeps a stream alive on which nothing moves, and cuts a file that takes too long. */
+/* http.lock held. Keeps a stream alive on which nothing moves, and cuts a file that takes too
+ * long. */
 void exchange_ping(struct exchange *x, int64_t now_us);
 
 /* Hangs up on every exchange that waits for its handler. No lock held. */
@@ -220,11 +223,12 @@ bool exchange_charge(struct exchange *x, int64_t n_bytes);
 void exchange_settle(struct exchange *x);
 
 /* ---- http_flow.c ---- */
-/* I/O thread: the headers are complete, and the body is to be handed on: the socket is watched, x is
- * handed to a worker. False: we are closing. */
+/* I/O thread: the headers are complete, and the body is to be handed on: the socket is watched,
+ * x is handed to a worker. False: we are closing. */
 bool exchange_intake_start(struct exchange *x);
-/* I/O thread: takes what there is room for of a body that is handed on, and suspends the connection
- * until there is room for the rest; *size: bytes not taken. False: nobody wants it. */
+/* I/O thread: takes what there is room for of a body that is handed on, and suspends the
+ * connection until there is room for the rest; *size: bytes not taken. False: nobody wants
+ * it. */
 bool exchange_intake_add(struct exchange *x, const char *data, size_t *size);
 /* I/O thread: the body is complete; the connection is suspended for the answer. The same. */
 bool exchange_intake_end(struct exchange *x);

@@ -12,7 +12,8 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-/* Is somebody there? Returns 0 when the path is free or was left behind (then it is removed). */
+/* Is somebody there? Returns 0 when the path is free or was left behind (then it is
+ * removed). */
 static int clear_path(const struct sockaddr_un *sa, struct errmsg *e)
 {
     struct stat st;

@@ -25,8 +25,9 @@ int listener_open(const char *spec, struct listener *l, struct errmsg *e);
 /* Closes; removes the path if it is still the one that was bound. Idempotent. */
 void listener_close(struct listener *l);
 
-/* Takes a listening stream socket that was handed over; its path, if any, stays at the end. Makes
- * it non-blocking, for its other holders, too. Returns 0 or ERR_INVALID; fd is closed then. */
+/* Takes a listening stream socket that was handed over; its path, if any, stays at the end.
+ * Makes it non-blocking, for its other holders, too. Returns 0 or ERR_INVALID; fd is closed
+ * then. */
 int listener_adopt(int fd, struct listener *l, struct errmsg *e);
 
 #endif

@@ -1,5 +1,5 @@
-/* The listening sockets of a server: its own, and those handed over to it. What is done with them
- * while it runs is the watcher's (http_conn.c); here is what others ask of it. */
+/* The listening sockets of a server: its own, and those handed over to it. What is done with
+ * them while it runs is the watcher's (http_conn.c); here is what others ask of it. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -8,8 +8,8 @@
 
 enum log_level { LOG_LEVEL_ERROR, LOG_LEVEL_WARN, LOG_LEVEL_INFO, LOG_LEVEL_DEBUG };
 
-/* journal_stream: JOURNAL_STREAM, or NULL; when it names what stderr is, journald reads the lines.
- * Call once before threads start. */
+/* journal_stream: JOURNAL_STREAM, or NULL; when it names what stderr is, journald reads the
+ * lines. Call once before threads start. */
 void log_init(enum log_level level, const char *journal_stream);
 void log_set_level(enum log_level level);
 

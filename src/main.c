@@ -290,7 +290,8 @@ static int server_open_transfers(struct server *s, struct errmsg *e)
     return 0;
 }
 
-/* Asked before each file of a session, and while a predecessor has them: nobody is impatient. */
+/* Asked before each file of a session, and while a predecessor has them: nobody is
+ * impatient. */
 static bool server_goes_on(void *arg)
 {
     struct server *s = arg;

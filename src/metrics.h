@@ -30,16 +30,16 @@ struct metrics {
     atomic_llong prompt_tokens; /* of requests answered */
     atomic_llong new_tokens;    /* generated */
     atomic_llong nan_rows;
-    /* Prompts that looked for a kept prefix, with their tokens, and that began at one; states kept
-     * and evicted. */
+    /* Prompts that looked for a kept prefix, with their tokens, and that began at one; states
+     * kept and evicted. */
     atomic_llong prefix_queries, prefix_query_tokens, prefix_hits, prefix_hit_tokens;
     atomic_llong prefix_kept, prefix_evicted;
-    /* Sessions on their way as files: out (0) and in (1), their bytes, and those that did not end
-     * well. */
+    /* Sessions on their way as files: out (0) and in (1), their bytes, and those that did not
+     * end well. */
     atomic_llong files[2], file_bytes[2], files_failed[2];
     atomic_int connections;
-    /* Of requests that were answered: until the first piece, until the first token, all; and how
-     * long their prompts were. */
+    /* Of requests that were answered: until the first piece, until the first token, all; and
+     * how long their prompts were. */
     struct histogram queue_us, prefill_us, first_us, total_us, prompt_sizes;
     struct histogram steps_us, step_sizes, step_pieces, gaps_ns; /* of steps */
     /* Constant once the model is sized; for the names that others read. */
@@ -61,8 +61,8 @@ void metrics_count(struct metrics *m, enum outcome o);
 /* Counts of steps and tokens begin anew. */
 void metrics_zero_steps(struct metrics *m);
 
-/* Prometheus text format 0.0.4, with HELP and TYPE for each. queue_age_us: how long the request that
- * waits longest has waited; the queue knows. */
+/* Prometheus text format 0.0.4, with HELP and TYPE for each. queue_age_us: how long the request
+ * that waits longest has waited; the queue knows. */
 void metrics_render(struct metrics *m, int64_t queue_age_us, struct buf *out);
 
 const char *outcome_name(enum outcome o);

@@ -36,8 +36,8 @@ struct model_sizes {
 
 struct model;
 
-/* Sizes everything for a checkpoint (set NULL: dummy). Returns 0, or ERR_NOMEM / ERR_INVALID with
- * numbers in e when it cannot fit or contradicts itself. Reads no weights. */
+/* Sizes everything for a checkpoint (set NULL: dummy). Returns 0, or ERR_NOMEM / ERR_INVALID
+ * with numbers in e when it cannot fit or contradicts itself. Reads no weights. */
 int model_size(const struct arch *a, const struct st_set *set, struct backend *b,
                const struct model_options *o, struct model_sizes *out, struct errmsg *e);
 
@@ -68,14 +68,15 @@ int model_state_read(struct model *m, int32_t i_gdn, int32_t slot, float *S, flo
 int model_kv_read(struct model *m, int32_t i_attn, const int32_t *pages, int32_t n_tokens,
                   float *k, float *v);
 
-/* A part of a session (state_file.h) to or from stage, of model_stage_alloc and its raw_bytes long,
- * as backend.h says of such copies. slot and pages are the session's. Returns 0 or ERR_DEVICE. */
+/* A part of a session (state_file.h) to or from stage, of model_stage_alloc and its raw_bytes
+ * long, as backend.h says of such copies. slot and pages are the session's. Returns 0 or
+ * ERR_DEVICE. */
 int model_part_get(struct model *m, const struct state_part *p, int32_t slot,
                    const int32_t *pages, void *stage);
 int model_part_put(struct model *m, const struct state_part *p, int32_t slot,
                    const int32_t *pages, const void *stage);
-/* Backend.h's copies_follow, copies_mark and copies_done, also where it has none: those that are made
- * at once are done.  */
+/* Backend.h's copies_follow, copies_mark and copies_done, also where it has none: those that
+ * are made at once are done. */
 bool model_copies_are_queued(const struct model *m);
 void model_copies_follow(struct model *m);
 int model_copies_mark(struct model *m, int32_t i);
@@ -85,9 +86,9 @@ void model_stage_free(struct model *m, void *p);
 /* What sessions of m look like, fingerprint and names left open. */
 struct state_shape model_state_shape(const struct model *m);
 
-/* goes_on is asked before every layer, on the thread that launches; false abandons the step: its
- * other layers and its head are left out, its results and what it wrote to slots and pages mean
- * nothing, and model_done tells of its end as ever. */
+/* goes_on is asked before every layer, on the thread that launches; false abandons the step:
+ * its other layers and its head are left out, its results and what it wrote to slots and pages
+ * mean nothing, and model_done tells of its end as ever. */
 void model_set_goes_on(struct model *m, bool (*goes_on)(void *arg), void *arg);
 
 /* Tests: called with the residual stream x [T, M] f32 (backend memory) before layer 0 and after

@@ -1,9 +1,10 @@
 /* The service manager: what it is told (sd_notify's protocol) and the sockets it hands over.
  *
  * One datagram a message to the socket that NOTIFY_SOCKET names, a path or an abstract address;
- * without one every call does nothing. Main thread. Reads no environment: main.c does, and hands
- * the values in. Knows nothing of the engine but a time at which it last went on, which is what
- * the watchdog is fed for: a stuck engine starves it, however lively the HTTP threads are. */
+ * without one every call does nothing. Main thread. Reads no environment: main.c does, and
+ * hands the values in. Knows nothing of the engine but a time at which it last went on, which
+ * is what the watchdog is fed for: a stuck engine starves it, however lively the HTTP threads
+ * are. */
 #ifndef PREFILLD_NOTIFY_H
 #define PREFILLD_NOTIFY_H
 
@@ -30,8 +31,8 @@ int notify_open(struct notify *n, const char *socket, const char *watchdog_usec,
                 const char *watchdog_pid, struct errmsg *e);
 void notify_close(struct notify *n);
 
-/* Sends lines of NAME=VALUE, at most 511 bytes. Waits a moment when the manager is slow. Returns 0
- * or ERR_IO. */
+/* Sends lines of NAME=VALUE, at most 511 bytes. Waits a moment when the manager is slow.
+ * Returns 0 or ERR_IO. */
 int notify_send(struct notify *n, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
 /* To be called several times a second. Sends the status when it has changed, at most once a
@@ -47,9 +48,9 @@ struct notify_sockets {
     int32_t n;
 };
 
-/* pid, fds, names: LISTEN_PID, LISTEN_FDS and LISTEN_FDNAMES, or NULL. Marks what was handed over
- * close-on-exec; it is the caller's from then on. None when they are another process's. Returns 0
- * or ERR_INVALID. */
+/* pid, fds, names: LISTEN_PID, LISTEN_FDS and LISTEN_FDNAMES, or NULL. Marks what was handed
+ * over close-on-exec; it is the caller's from then on. None when they are another process's.
+ * Returns 0 or ERR_INVALID. */
 int notify_sockets_take(struct notify_sockets *s, const char *pid, const char *fds,
                         const char *names, struct errmsg *e);
 

@@ -22,7 +22,8 @@ struct pages {
 /* All n_total (>= 1) pages are free. Returns 0, ERR_INVALID or ERR_NOMEM. */
 int pages_init(struct pages *p, int32_t n_total, int32_t page_tokens);
 void pages_fini(struct pages *p);
-/* n (>= 0) pages with one held reference each into out[n]; all or none. Returns 0 or ERR_FULL. */
+/* n (>= 0) pages with one held reference each into out[n]; all or none. Returns 0 or
+ * ERR_FULL. */
 int pages_alloc(struct pages *p, int32_t n, int32_t *out);
 /* One more / one less reference, of a live request (hold) or of a checkpoint (cache). The last
  * one frees the page; is_freed tells (may be NULL). Taking away a reference that does not exist

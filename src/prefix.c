@@ -14,9 +14,9 @@ static uint64_t fold(uint64_t a, uint64_t b)
     return (uint64_t)m ^ (uint64_t)(m >> 64);
 }
 
-/* Of a node's first block (a root: of its key) and its parent. Multiplication and folding, eight
- * tokens at a time in four lanes, since a product takes some cycles; derived here. Equal hashes
- * are told apart by comparing. */
+/* Of a node's first block (a root: of its key) and its parent. Multiplication and folding,
+ * eight tokens at a time in four lanes, since a product takes some cycles; derived here. Equal
+ * hashes are told apart by comparing. */
 static uint64_t hash_of(const struct prefix_node *parent, const int32_t *tokens, int32_t n)
 {
     static const uint64_t odd[4] = {0xa0761d6478bd642fu, 0xe7037ed1a0b428dbu,

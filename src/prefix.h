@@ -1,15 +1,16 @@
 /* The tree of prompts and checkpoints: which waiting and running requests and which kept states
- * begin with the same tokens. Owns nodes and their tokens; slots and pages are numbers to it, and
- * requests are names. No clock, no I/O, no pool. Engine thread only.
+ * begin with the same tokens. Owns nodes and their tokens; slots and pages are numbers to it,
+ * and requests are names. No clock, no I/O, no pool. Engine thread only.
  *
- * An edge holds whole blocks of block_tokens tokens, and children of a node differ in their first
- * block: a node is where two prompts part, where one ends, or where a state is kept. Roots are
- * told apart by a key, so that prompts under different keys never meet. A node is found by a hash
- * and its tokens are compared.
+ * An edge holds whole blocks of block_tokens tokens, and children of a node differ in their
+ * first block: a node is where two prompts part, where one ends, or where a state is kept.
+ * Roots are told apart by a key, so that prompts under different keys never meet. A node is
+ * found by a hash and its tokens are compared.
  *
  * Checkpoints are ranked by what they are worth: tokens saved a byte plus a level that rises to
  * the worth of each one evicted, so that what is not used again sinks below what is new
- * (GreedyDual-Size: Cao and Irani, 1997). Spare ones have no level: they take what room is left. */
+ * (GreedyDual-Size: Cao and Irani, 1997). Spare ones have no level: they take what room is
+ * left. */
 #ifndef PREFILLD_PREFIX_H
 #define PREFILLD_PREFIX_H
 
@@ -70,12 +71,12 @@ int prefix_init(struct prefix *p, int32_t block_tokens);
 /* Frees all nodes. */
 void prefix_fini(struct prefix *p);
 
-/* The node of the first n tokens of ids (rounded down to blocks) under a root's key, made where it
- * was missing, with one reference more. NULL: memory is short. O(n). */
+/* The node of the first n tokens of ids (rounded down to blocks) under a root's key, made where
+ * it was missing, with one reference more. NULL: memory is short. O(n). */
 struct prefix_node *prefix_insert(struct prefix *p, const int32_t *key, int32_t n_key,
                                   const int32_t *ids, int32_t n);
-/* The node at depth (a multiple of block_tokens, at most at's) on the way from at to its root, made
- * where an edge runs through. NULL: memory is short. */
+/* The node at depth (a multiple of block_tokens, at most at's) on the way from at to its root,
+ * made where an edge runs through. NULL: memory is short. */
 struct prefix_node *prefix_above(struct prefix *p, struct prefix_node *at, int32_t depth);
 void prefix_ref(struct prefix_node *v);
 /* Gives a reference up; nodes that nothing keeps go. NULL is legal. */
@@ -85,8 +86,8 @@ void prefix_add_user(struct prefix_node *v, int32_t d);
 /* The deepest kept state at v or above it; NULL: none. */
 struct prefix_node *prefix_nearest(struct prefix_node *v);
 
-/* Ranks v, which has a state, anew: a hit, or the first time. bytes: what only it holds. Returns 0
- * or ERR_NOMEM. O(log ranked). */
+/* Ranks v, which has a state, anew: a hit, or the first time. bytes: what only it holds.
+ * Returns 0 or ERR_NOMEM. O(log ranked). */
 int prefix_rank(struct prefix *p, struct prefix_node *v, int32_t saved_tokens, double bytes);
 /* What v would be worth. */
 double prefix_worth(const struct prefix *p, const struct prefix_node *v, int32_t saved_tokens,
@@ -96,8 +97,8 @@ void prefix_unrank(struct prefix *p, struct prefix_node *v, bool is_evicted);
 
 /* ---- prefix_rows.c: numbers of tokens */
 
-/* Keeps r's numbers of v's edge, and of r's token behind v, which is before r's end; they are in
- * place in r, which has LOGPROBS_ALL. Replaces what was there. Returns 0 or ERR_NOMEM. */
+/* Keeps r's numbers of v's edge, and of r's token behind v, which is before r's end; they are
+ * in place in r, which has LOGPROBS_ALL. Replaces what was there. Returns 0 or ERR_NOMEM. */
 int prefix_rows_store(struct prefix_node *v, const struct request *r);
 /* Candidates kept for each token of v's edge, -1: no numbers. */
 int32_t prefix_rows_top(const struct prefix_node *v);
@@ -108,8 +109,8 @@ uint64_t prefix_rows_by(const struct prefix_node *v);
 bool prefix_rows_cover(const struct prefix_node *v, const struct request *r);
 /* Puts these into r. */
 void prefix_rows_load(const struct prefix_node *v, struct request *r);
-/* Of an edge that was cut: u's part goes to u, which ends before the token first_id. Returns 0 or
- * ERR_NOMEM, with nothing changed. */
+/* Of an edge that was cut: u's part goes to u, which ends before the token first_id. Returns 0
+ * or ERR_NOMEM, with nothing changed. */
 int prefix_rows_split(struct prefix_node *u, struct prefix_node *v, int32_t first_id);
 /* NULL is legal. */
 void prefix_rows_free(struct prefix_rows *w);

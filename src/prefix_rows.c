@@ -1,5 +1,5 @@
-/* Numbers of tokens that were computed, kept with the nodes they lie before, so that a prompt that
- * begins at a kept state can be told its tokens' numbers without computing them. */
+/* Numbers of tokens that were computed, kept with the nodes they lie before, so that a prompt
+ * that begins at a kept state can be told its tokens' numbers without computing them. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -38,7 +38,8 @@ int32_t queue_take(struct queue *q, struct request **out, int32_t max, int64_t w
  * uses a wake up. */
 void queue_wake(struct queue *q);
 
-/* Engine: r waits no longer (admitted or ended). Once, with as many ids as it was pushed with. */
+/* Engine: r waits no longer (admitted or ended). Once, with as many ids as it was pushed
+ * with. */
 void queue_leave(struct queue *q, struct request *r);
 
 /* From now on queue_push gives ERR_STOPPED; what is in the queue stays. Wakes once, as
@@ -49,8 +50,8 @@ bool queue_is_stopped(const struct queue *q);
 /* Requests and prompt tokens pushed and not left. Any thread. */
 int32_t queue_n_waiting(const struct queue *q);
 int64_t queue_waiting_tokens(const struct queue *q);
-/* The arrival of the request that was pushed first of those that wait, monotonic; 0: none waits. Any
- * thread. */
+/* The arrival of the request that was pushed first of those that wait, monotonic; 0: none
+ * waits. Any thread. */
 int64_t queue_oldest_us(struct queue *q);
 
 /* Whole seconds, rounded up, until the backlog would be gone at the measured rate; at least 1,

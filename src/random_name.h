@@ -8,8 +8,8 @@
 
 enum { RANDOM_NAME_BYTES = 12 };
 
-/* The prefix, 24 hexadecimal digits and a NUL. False when the system gives no random bytes, which it
- * does not in part and not long after its start; the digits are 0 then. Any thread. */
+/* The prefix, 24 hexadecimal digits and a NUL. False when the system gives no random bytes,
+ * which it does not in part and not long after its start; the digits are 0 then. Any thread. */
 static inline bool random_name(char *out, const char *prefix)
 {
     static const char hex[] = "0123456789abcdef";

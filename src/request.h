@@ -60,12 +60,12 @@ struct request {
     int32_t logprobs_from; /* with LOGPROBS_ALL: rows before this one are left out, as 0 */
     int32_t n_top;         /* candidates wanted, 0..TOP_MAX */
     int64_t arrival_us;    /* monotonic */
-    /* Whether it may begin at a state that another prompt under the same key left, and leave some;
-     * once: they go with the last of these requests. */
+    /* Whether it may begin at a state that another prompt under the same key left, and leave
+     * some; once: they go with the last of these requests. */
     bool shares, shares_once;
-    /* The session whose state it begins at, behind its n_source tokens, which ids begin with; and
-     * the one that keeps its end, which may be the same. References of the table, given up by the
-     * engine at the request's end, else by whoever made it. */
+    /* The session whose state it begins at, behind its n_source tokens, which ids begin with;
+     * and the one that keeps its end, which may be the same. References of the table, given up
+     * by the engine at the request's end, else by whoever made it. */
     struct session *source, *keeps;
     int32_t n_source;
     struct session_terms keep_terms;
@@ -78,12 +78,12 @@ struct request {
     void *done_arg;
 
     /* Called by the engine thread after each token generated, the last one too, and, with
-     * tells_progress, after each piece of the prompt, before done(); may be NULL; must not block.
-     * Others read ids, new_logprobs, new_top and new_labels below n_new. */
+     * tells_progress, after each piece of the prompt, before done(); may be NULL; must not
+     * block. Others read ids, new_logprobs, new_top and new_labels below n_new. */
     void (*on_token)(struct request *r, void *arg);
     bool tells_progress;
-    int32_t *
-        labels; /* [n_labels] ids whose logprobs are wanted beside each token generated; owned */
+    /* Ids whose logprobs are wanted beside each token generated. */
+    int32_t *labels;  /* [n_labels], owned */
     int32_t n_labels; /* 0..LABELS_MAX */
 
     /* ---- the engine's, while it holds the request ---- */
@@ -140,11 +140,11 @@ struct request {
 struct request *request_new(int32_t *ids, int32_t n_ids, enum logprobs_mode mode, int32_t n_top,
                             int32_t page_tokens);
 /* Makes r generate behind its prompt: room for the tokens, their logprobs and their pages. s is
- * copied; s->bias (malloc) is taken, also on failure. Before r is queued. Returns 0, or ERR_NOMEM:
- * r must not be queued then. */
+ * copied; s->bias (malloc) is taken, also on failure. Before r is queued. Returns 0, or
+ * ERR_NOMEM: r must not be queued then. */
 int request_generate(struct request *r, const struct sampling *s, int32_t page_tokens);
-/* Wants the logprobs of n ids beside each token generated. After request_generate, before r is queued.
- * labels is copied. Returns 0 or ERR_NOMEM, as request_generate. */
+/* Wants the logprobs of n ids beside each token generated. After request_generate, before r is
+ * queued. labels is copied. Returns 0 or ERR_NOMEM, as request_generate. */
 int request_label(struct request *r, const int32_t *labels, int32_t n);
 /* Any thread that has a reference. */
 void request_ref(struct request *r);

@@ -55,7 +55,8 @@ void st_close(struct st_set *s);
 
 /* NULL when absent. O(log n). */
 const struct st_tensor *st_find(const struct st_set *s, const char *name);
-/* All tensors, sorted by name (strcmp), one behind the other: st_at(s, i) is st_at(s, 0) + i. */
+/* All tensors, sorted by name (strcmp), one behind the other: st_at(s, i) is
+ * st_at(s, 0) + i. */
 size_t st_count(const struct st_set *s);
 const struct st_tensor *st_at(const struct st_set *s, size_t i);
 

@@ -1,4 +1,5 @@
-/* Between safetensors.c (a file's header and data) and safetensors_index.c (a directory's files). */
+/* Between safetensors.c (a file's header and data) and safetensors_index.c (a directory's
+ * files). */
 #ifndef PREFILLD_SAFETENSORS_PRIV_H
 #define PREFILLD_SAFETENSORS_PRIV_H
 

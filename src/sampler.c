@@ -123,7 +123,8 @@ bool sampler_is_plain(const struct sampler *m)
     return m->s->temperature <= 0 && m->n_adjust == 0;
 }
 
-/* splitmix64 (Steele, Lea, Flood 2014) of the seed and the token's number, as 24 bits of [0, 1). */
+/* splitmix64 (Steele, Lea, Flood 2014) of the seed and the token's number, as 24 bits of [0,
+ * 1). */
 static float draw(uint64_t seed, int32_t n)
 {
     uint64_t z = seed + ((uint64_t)(uint32_t)n + 1) * 0x9e3779b97f4a7c15ull;

@@ -18,8 +18,8 @@
  * 64, at least 64; what the others turn out not to need stays unused.
  *
  * A request that generates comes back after each token with a piece of one (sched_continue). Of
- * these at most max_decodes are in a step, so that they leave room for prompts; they rank as all
- * do.
+ * these at most max_decodes are in a step, so that they leave room for prompts; they rank as
+ * all do.
  *
  * A request is admitted (gets a slot and the pages of its whole prompt) with its first piece.
  * A waiting one that does not fit the free slots and pages holds back all waiting ones that
@@ -29,8 +29,8 @@
  * nothing holds pool memory the first in rank fits, because a prompt larger than the pools is
  * refused before it comes here: no deadlock.
  *
- * Who admits may also park a waiting request that had better begin where another, which runs, will
- * soon be: it keeps its deadline and is in no step until sched_unpark. */
+ * Who admits may also park a waiting request that had better begin where another, which runs,
+ * will soon be: it keeps its deadline and is in no step until sched_unpark. */
 #ifndef PREFILLD_SCHED_H
 #define PREFILLD_SCHED_H
 
@@ -98,8 +98,8 @@ void sched_close(struct sched *s);
 /* A new request waits; borrows item until it leaves. Returns 0, ERR_FULL or ERR_NOMEM.
  * O(log waiting). The only call that may allocate, when more wait and run than ever before. */
 int sched_add(struct sched *s, struct sched_item *item);
-/* One whose last piece was planned runs on with one token more (item->n_tokens is raised by it);
- * it holds its slot and pages. Returns 0 or ERR_NOMEM. O(log running). */
+/* One whose last piece was planned runs on with one token more (item->n_tokens is raised by
+ * it); it holds its slot and pages. Returns 0 or ERR_NOMEM. O(log running). */
 int sched_continue(struct sched *s, struct sched_item *item);
 /* Takes it out, waiting or running (cancelled, expired, failed). No-op when it is in neither,
  * as after its last piece. Its tokens in steps already planned are the engine's business.

@@ -2,8 +2,8 @@
  *
  * Owns the table: names, tokens, times, who uses one, and why those that are gone went. Workers
  * find and list; the engine keeps, replaces and ends. One lock, a leaf, held for a few
- * instructions and a copy of tokens. A session's slot and pages are numbers that only the engine
- * reads and writes. */
+ * instructions and a copy of tokens. A session's slot and pages are numbers that only the
+ * engine reads and writes. */
 #ifndef PREFILLD_SESSION_H
 #define PREFILLD_SESSION_H
 
@@ -63,15 +63,15 @@ void sessions_close(struct sessions *t);
 struct session *sessions_new(int64_t ttl_us);
 /* The same under a name that it had before; at most SESSION_ID_MAX characters. */
 struct session *sessions_new_named(const char *id, int64_t ttl_us);
-/* Finds one to continue, or to fork, and marks that; *out has a reference, and *ids is a copy of
- * its tokens, the caller's. Returns 0; ERR_NOT_FOUND, e says why; ERR_FULL: another uses it so that
- * this must wait; ERR_NOMEM. */
+/* Finds one to continue, or to fork, and marks that; *out has a reference, and *ids is a copy
+ * of its tokens, the caller's. Returns 0; ERR_NOT_FOUND, e says why; ERR_FULL: another uses it
+ * so that this must wait; ERR_NOMEM. */
 int sessions_begin(struct sessions *t, const char *id, bool is_fork, struct session **out,
                    int32_t **ids, int32_t *n_ids, struct errmsg *e);
 /* Takes the mark and the reference back. */
 void sessions_end(struct sessions *t, struct session *s, bool is_fork);
-/* As sessions_begin of a fork, to read its state: until sessions_end_export its slot and pages stay,
- * also when it is deleted or room is needed. info: what it is like. */
+/* As sessions_begin of a fork, to read its state: until sessions_end_export its slot and pages
+ * stay, also when it is deleted or room is needed. info: what it is like. */
 int sessions_begin_export(struct sessions *t, const char *id, struct session **out,
                           int32_t **ids, int32_t *n_ids, struct session_info *info,
                           struct errmsg *e);
@@ -94,8 +94,8 @@ int sessions_delete(struct sessions *t, const char *id, struct errmsg *e);
 
 /* ---- engine ---- */
 
-/* s's state is that of these tokens (copied) now, on these terms; a new one is listed. Returns 0,
- * ERR_NOMEM, or ERR_NOT_FOUND: it has gone meanwhile. */
+/* s's state is that of these tokens (copied) now, on these terms; a new one is listed. Returns
+ * 0, ERR_NOMEM, or ERR_NOT_FOUND: it has gone meanwhile. */
 int sessions_keep(struct sessions *t, struct session *s, const int32_t *ids, int32_t n_ids,
                   const struct session_terms *terms);
 /* s, which is listed, was made then and has been idle so long. */
@@ -105,10 +105,11 @@ void sessions_restore(struct sessions *t, struct session *s, int64_t created_uni
  * reference for the caller; NULL: none. O(sessions) when there may be one, else O(1). */
 struct session *sessions_next_dead(struct sessions *t, int64_t now_us);
 /* The one that was not used for longest, off the list, with a reference. Those that are in use
- * or pinned are spared unless is_needed, and then the pinned go last; those that are exported are
- * spared. NULL: none. O(sessions). */
+ * or pinned are spared unless is_needed, and then the pinned go last; those that are exported
+ * are spared. NULL: none. O(sessions). */
 struct session *sessions_evict(struct sessions *t, bool is_needed);
-/* Sets marks [pages of the pool] for the pages of sessions that sessions_evict(t, false) spares. */
+/* Sets marks [pages of the pool] for the pages of sessions that sessions_evict(t, false)
+ * spares. */
 void sessions_mark_spared(struct sessions *t, bool *marks);
 /* Sessions on the list. */
 int32_t sessions_count(struct sessions *t);

@@ -1,4 +1,5 @@
-/* What a model takes of a backend, in words: for the log, and for --check. Main thread, at start. */
+/* What a model takes of a backend, in words: for the log, and for --check. Main thread, at
+ * start. */
 #ifndef PREFILLD_SIZING_H
 #define PREFILLD_SIZING_H
 

@@ -1,11 +1,11 @@
 /* The file of a session: what it holds and in which order, its header written and checked.
  *
  * One safetensors file. Its tensors, without holes, in this order:
- *   token_ids                I32 [n]
- *   layers.L.gdn.state       F32 [HV, K, V]     each GDN layer, with
- *   layers.L.gdn.conv        X   [conv_dim, 3]  the last inputs of its convolution, oldest first
- *   layers.L.attn.k, .v      X   [n, HK, D]     each attention layer, keys rotated; layers in order
- *   checksum                 U64 [1]            state_sum.h, of every byte of the file before it
+ *   token_ids            I32 [n]
+ *   layers.L.gdn.state   F32 [HV, K, V]     each GDN layer, with
+ *   layers.L.gdn.conv    X   [conv_dim, 3]  the last inputs of its convolution, oldest first
+ *   layers.L.attn.k, .v  X   [n, HK, D]     each attention layer, keys rotated; layers in order
+ *   checksum             U64 [1]            state_sum.h, of every byte of the file before it
  * X is F32 or BF16, one for all. __metadata__ (strings): format "prefilld-session", version,
  * fingerprint (model_print.h), position (n), dtype (X), and, to be read by people, model and
  * backend; a daemon's own files also have id, ttl_s, pinned, created, idle_s and saved.
@@ -60,9 +60,9 @@ void state_shape_seal(struct state_shape *z);
 void state_head_write(const struct state_shape *z, const struct state_info *i, struct buf *out);
 /* Bytes of all tensors. */
 int64_t state_data_bytes(const struct state_shape *z, const struct state_info *i);
-/* Checks a header of len bytes, without the 8 before it. Returns 0, or with e saying what was found
- * where and what is accepted ERR_INVALID, ERR_UNSUPPORTED (another model or version) or ERR_TOO_LARGE
- * (more than max_tokens). */
+/* Checks a header of len bytes, without the 8 before it. Returns 0, or with e saying what was
+ * found where and what is accepted ERR_INVALID, ERR_UNSUPPORTED (another model or version) or
+ * ERR_TOO_LARGE (more than max_tokens). */
 int state_head_read(const struct state_shape *z, const char *text, size_t len,
                     int32_t max_tokens, struct state_info *out, struct errmsg *e);
 
@@ -93,9 +93,9 @@ struct state_part state_next(const struct state_shape *z, int32_t n_tokens, enum
 size_t state_max_raw(const struct state_shape *z);
 size_t state_max_bytes(const struct state_shape *z, enum dtype dtype);
 
-/* A part's bytes from the pool's, and back; dtype is that of the file, out and raw have the part's
- * sizes. Positions of a page beyond the tokens become 0. tmp: state_max_bytes(z, z->act), unless
- * dtype is the pools'. */
+/* A part's bytes from the pool's, and back; dtype is that of the file, out and raw have the
+ * part's sizes. Positions of a page beyond the tokens become 0. tmp:
+ * state_max_bytes(z, z->act), unless dtype is the pools'. */
 void state_unpack(const struct state_shape *z, const struct backend_ops *ops,
                   const struct state_part *p, const void *raw, void *out);
 void state_pack(const struct state_shape *z, const struct backend_ops *ops,
@@ -130,9 +130,9 @@ struct state_reader {
 
 void state_reader_init(struct state_reader *r, const struct state_shape *z, int32_t max_tokens);
 void state_reader_fini(struct state_reader *r);
-/* Takes bytes up to the next event; *n_taken of len. After STATE_PART data is the caller's until
- * the next call. Returns an enum state_event, or the errors of state_head_read or ERR_NOMEM with
- * e filled. */
+/* Takes bytes up to the next event; *n_taken of len. After STATE_PART data is the caller's
+ * until the next call. Returns an enum state_event, or the errors of state_head_read or
+ * ERR_NOMEM with e filled. */
 int state_reader_take(struct state_reader *r, const void *bytes, size_t len, size_t *n_taken,
                       struct errmsg *e);
 /* The bytes have ended: 0, or ERR_INVALID when the file has not. */

@@ -1,5 +1,5 @@
-/* The parts of a session's file: between the pools' layouts and the file's, and read as bytes come;
- * see state_file.h. */
+/* The parts of a session's file: between the pools' layouts and the file's, and read as bytes
+ * come; see state_file.h. */
 #include <stdlib.h>
 
 #include "bf16.h"

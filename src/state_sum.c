@@ -15,8 +15,8 @@ static inline uint64_t word(const unsigned char *p)
     return w;
 }
 
-/* Lanes in registers: the products of one block do not wait for each other. Written out, because
- * compilers keep an array in memory. */
+/* Lanes in registers: the products of one block do not wait for each other. Written out,
+ * because compilers keep an array in memory. */
 static void add_blocks(uint64_t lanes[STATE_SUM_LANES], const unsigned char *p, size_t n)
 {
     uint64_t a = lanes[0], b = lanes[1], c = lanes[2], d = lanes[3];

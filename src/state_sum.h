@@ -2,10 +2,11 @@
  *
  * Words of 8 bytes, little-endian, the last one filled up with zeros, go to 8 lanes in turn:
  * lane = mix(lane ^ word), mix(x) = y ^ y >> 32 with y = x * 0x9e3779b97f4a7c15, and at the end
- * sum = mix(sum ^ lane) over the lanes in order, from the number of bytes on. Lane i begins as i.
- * Each of these is one-to-one in the word and in what was before it, so a change within one word,
- * of one bit or of 64, is always seen; one of several words is missed once in 2^64. Against faults,
- * not against forgery: whoever can write a file can write its sum, too. Derived here. */
+ * sum = mix(sum ^ lane) over the lanes in order, from the number of bytes on. Lane i begins as
+ * i. Each of these is one-to-one in the word and in what was before it, so a change within one
+ * word, of one bit or of 64, is always seen; one of several words is missed once in 2^64.
+ * Against faults, not against forgery: whoever can write a file can write its sum, too. Derived
+ * here. */
 #ifndef PREFILLD_STATE_SUM_H
 #define PREFILLD_STATE_SUM_H
 

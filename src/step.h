@@ -48,8 +48,8 @@ void step_reset(struct step *s, int64_t number);
 /* Adds a piece [start, start + n_tokens) of r, which has its slot and pages. The caller keeps
  * the sums within the limits. */
 void step_add(struct step *s, struct request *r, int32_t start, int32_t n_tokens, bool is_last);
-/* The state of the piece added last, as it is behind its first n_tokens (a multiple of 64, not 0),
- * goes to slot, too. */
+/* The state of the piece added last, as it is behind its first n_tokens (a multiple of 64, not
+ * 0), goes to slot, too. */
 void step_save(struct step *s, int32_t n_tokens, int32_t slot);
 /* A state slot that is copied before the first layer; at most one for a piece. */
 void step_copy_slot(struct step *s, int32_t from, int32_t to);

@@ -112,8 +112,8 @@ static void render(const struct steps_record *r, struct buf *out)
                p->pages_cached);
 }
 
-/* The record at place i, unless it was written over. One at a time: the engine waits for the copy
- * of one at most. */
+/* The record at place i, unless it was written over. One at a time: the engine waits for the
+ * copy of one at most. */
 static bool copy_record(struct steps *s, int64_t i, struct steps_record *r)
 {
     pthread_mutex_lock(&s->lock);

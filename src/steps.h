@@ -1,9 +1,9 @@
 /* The latest steps: for the live page, as the feed of GET /v1/steps, and for GET /v1/trace.
  *
  * The engine thread adds one record a step; workers render them, as server-sent events or as a
- * trace. Holds the last STEPS_KEPT: a reader that falls behind misses the older ones. Steps may be
- * shorter than the work of telling many readers: they are told of some at a time, and those that
- * have read alike share the text. */
+ * trace. Holds the last STEPS_KEPT: a reader that falls behind misses the older ones. Steps may
+ * be shorter than the work of telling many readers: they are told of some at a time, and those
+ * that have read alike share the text. */
 #ifndef PREFILLD_STEPS_H
 #define PREFILLD_STEPS_H
 
@@ -70,8 +70,8 @@ bool steps_tell(struct steps *s, int64_t now_us);
 /* What was added is no more, as before the engine starts. */
 void steps_forget(struct steps *s);
 
-/* One event for each record that was told of, from place `from` on (0: the oldest that is held), as
- * `data: {..}` and an empty line. Returns the place behind the last. Any thread. */
+/* One event for each record that was told of, from place `from` on (0: the oldest that is
+ * held), as `data: {..}` and an empty line. Returns the place behind the last. Any thread. */
 int64_t steps_render(struct steps *s, int64_t from, struct buf *out);
 /* The last n steps (all that are held when there are fewer) as a trace. Any thread. */
 void steps_render_trace(struct steps *s, int64_t n, struct buf *out);

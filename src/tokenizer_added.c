@@ -1,5 +1,5 @@
-/* Added tokens in raw text. The tokens are sorted by their bytes, so that those which begin with
- * the bytes read so far are always a range, which each further byte narrows. */
+/* Added tokens in raw text. The tokens are sorted by their bytes, so that those which begin
+ * with the bytes read so far are always a range, which each further byte narrows. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -28,8 +28,8 @@ void added_set_fini(struct added_set *a)
     memset(a, 0, sizeof(*a));
 }
 
-/* The first token of [from, to) whose byte at depth is at least value. All of them are longer than
- * depth. */
+/* The first token of [from, to) whose byte at depth is at least value. All of them are longer
+ * than depth. */
 static size_t lower_bound(const struct added_set *a, size_t from, size_t to, size_t depth,
                           int value)
 {

@@ -112,8 +112,8 @@ static inline uint64_t whole_slot(uint64_t hash, int32_t id)
     return (hash & ~(uint64_t)TOKENIZER_MAX_IDS) | (uint64_t)id;
 }
 
-/* The merges decide what a piece becomes, also one that is a token; so only the tokens which their
- * own merges make again are looked up whole. That is found out here, by merging each. */
+/* The merges decide what a piece becomes, also one that is a token; so only the tokens which
+ * their own merges make again are looked up whole. That is found out here, by merging each. */
 static int init_whole(struct bpe *b)
 {
     struct bpe_scratch scratch = {0};

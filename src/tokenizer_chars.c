@@ -1,5 +1,5 @@
-/* The flags of every code point, in blocks of which equal ones are shared: about 40 KB that stay
- * in the cache, where a flat table would be 1.1 MB. */
+/* The flags of every code point, in blocks of which equal ones are shared: about 40 KB that
+ * stay in the cache, where a flat table would be 1.1 MB. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -8,8 +8,8 @@
 /* block_of holds a byte; the generated data make about 150 different blocks. */
 #define MAX_BLOCKS 256
 
-/* The flags of one block's code points; *run is the run that holds the first of them, and becomes
- * the one that holds the last. */
+/* The flags of one block's code points; *run is the run that holds the first of them, and
+ * becomes the one that holds the last. */
 static void fill_block(uint32_t block, size_t *run, uint8_t flags[CHAR_BLOCK])
 {
     const uint32_t first = block * CHAR_BLOCK;

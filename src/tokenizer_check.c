@@ -1,6 +1,7 @@
-/* What tokenizer.json may say. prefilld does one pipeline: NFC, one of two splits, byte-level BPE by
- * merges. Each member of the file that could change it is a row here, with the values under which it
- * changes nothing; anything else is refused by its name, as is a member that is not known. */
+/* What tokenizer.json may say. prefilld does one pipeline: NFC, one of two splits, byte-level
+ * BPE by merges. Each member of the file that could change it is a row here, with the values
+ * under which it changes nothing; anything else is refused by its name, as is a member that is
+ * not known. */
 #include <jansson.h>
 #include <stdio.h>
 #include <string.h>

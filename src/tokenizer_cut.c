@@ -1,13 +1,15 @@
 /* Places in a piece that no merge crosses.
  *
- * A merge across a place makes a token that holds the bytes on both of its sides. Where a piece has
- * the characters X and Y side by side, and no token of the vocabulary has an X with a Y after it, the
- * two sides merge as if alone, and the ids are those of one, then of the other. In scripts without
- * blanks between words this cuts a sentence into words, most of which are tokens.
+ * A merge across a place makes a token that holds the bytes on both of its sides. Where a piece
+ * has the characters X and Y side by side, and no token of the vocabulary has an X with a Y
+ * after it, the two sides merge as if alone, and the ids are those of one, then of the other.
+ * In scripts without blanks between words this cuts a sentence into words, most of which are
+ * tokens.
  *
- * Places between two ASCII characters are not looked at: nearly all of them are in some token. Tokens
- * may also begin or end inside of X or Y; for those the last byte of X and the first of Y are noted.
- * Both are noted in bits, of which one may stand for several pairs: then a cut is missed, no more. */
+ * Places between two ASCII characters are not looked at: nearly all of them are in some token.
+ * Tokens may also begin or end inside of X or Y; for those the last byte of X and the first of
+ * Y are noted. Both are noted in bits, of which one may stand for several pairs: then a cut is
+ * missed, no more. */
 #include <stdlib.h>
 #include <string.h>
 

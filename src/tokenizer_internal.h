@@ -1,14 +1,14 @@
 /* What the parts of the tokenizer share; for tokenizer_*.c and their tests.
  *
- * struct tokenizer is filled by tokenizer_load.c and the build functions here, once, by one thread;
- * afterwards all of it is read only. */
+ * struct tokenizer is filled by tokenizer_load.c and the build functions here, once, by one
+ * thread; afterwards all of it is read only. */
 #ifndef PREFILLD_TOKENIZER_INTERNAL_H
 #define PREFILLD_TOKENIZER_INTERNAL_H
 
 #include "tokenizer.h"
 
-/* An id takes 21 bits and a rank 22 in the table of merges, so that an entry is one uint64_t. The
- * bounds also keep a hostile file from asking for memory. All ones is no entry. */
+/* An id takes 21 bits and a rank 22 in the table of merges, so that an entry is one uint64_t.
+ * The bounds also keep a hostile file from asking for memory. All ones is no entry. */
 #define TOKENIZER_ID_BITS 21
 #define TOKENIZER_RANK_BITS 22
 #define TOKENIZER_MAX_IDS ((1 << TOKENIZER_ID_BITS) - 1)
@@ -68,8 +68,9 @@ struct nfc_scratch {
 
 void nfc_scratch_fini(struct nfc_scratch *s);
 
-/* Sets *out and *out_len to text, well-formed UTF-8, in NFC as the reference does it: text itself
- * when that is so already, else bytes of s, valid until its next use. Returns 0 or ERR_NOMEM. */
+/* Sets *out and *out_len to text, well-formed UTF-8, in NFC as the reference does it: text
+ * itself when that is so already, else bytes of s, valid until its next use. Returns 0 or
+ * ERR_NOMEM. */
 int nfc_normalize(const struct char_table *c, struct nfc_scratch *s, const char *text,
                   size_t len, const char **out, size_t *out_len);
 
@@ -79,7 +80,8 @@ int nfc_normalize(const struct char_table *c, struct nfc_scratch *s, const char 
 enum split_family { SPLIT_QWEN2, SPLIT_QWEN3_5, SPLIT_N_FAMILIES };
 extern const char *const split_patterns[SPLIT_N_FAMILIES]; /* as tokenizer.json has them */
 
-/* The length of the regular expression's match at p; end > p. Every character belongs to one. */
+/* The length of the regular expression's match at p; end > p. Every character belongs to
+ * one. */
 size_t split_next(const struct char_table *c, enum split_family family, const unsigned char *p,
                   const unsigned char *end);
 
@@ -99,8 +101,8 @@ struct added_set {
 
 void added_set_sort(struct added_set *a);
 void added_set_fini(struct added_set *a);
-/* The leftmost added token in text from offset `from`, the longest at that place. Returns the index
- * in a->tokens and *at, or -1. */
+/* The leftmost added token in text from offset `from`, the longest at that place. Returns the
+ * index in a->tokens and *at, or -1. */
 ptrdiff_t added_set_find(const struct added_set *a, const char *text, size_t len, size_t from,
                          size_t *at);
 
@@ -111,8 +113,8 @@ struct token_table {
     uint32_t *offsets; /* [n + 1] */
     char *bytes;       /* token id is bytes[offsets[id]] up to bytes[offsets[id + 1]] */
     uint8_t *flags;    /* [n] TOKEN_* */
-    /* How answers write them: token id is json[json_offsets[id]] up to json[json_offsets[id + 1]],
-     * quotes included, "" for an id without a token. */
+    /* How answers write them: token id is json[json_offsets[id]] up to
+     * json[json_offsets[id + 1]], quotes included, "" for an id without a token. */
     uint32_t *json_offsets; /* [n + 1] */
     char *json;
     uint8_t *n_chars; /* [n] of a token with TOKEN_UTF8; TOKEN_MANY_CHARS: so many or more */
@@ -127,7 +129,8 @@ enum {
     TOKEN_UTF8 = 8      /* its bytes are well-formed UTF-8 by themselves */
 };
 
-/* Fills json, json_offsets and n_chars from the rest (tokenizer_decode.c). Returns 0 or ERR_NOMEM. */
+/* Fills json, json_offsets and n_chars from the rest (tokenizer_decode.c). Returns 0 or
+ * ERR_NOMEM. */
 int tokenizer_write_tokens(struct token_table *table);
 
 /* Open addressing with linear probes, at most half full. */
@@ -198,8 +201,8 @@ static inline int32_t bpe_pair_rank(const struct bpe *b, int32_t left, int32_t r
 
 /* Builds the tables in b, zero-initialised. merges are by rank, each after all
  * that make its parts; byte_id is where each byte starts.
- * tokens is borrowed for as long as b lives. Returns 0, ERR_INVALID when a pair is there twice, or
- * ERR_NOMEM; bpe_fini frees what there is in every case. */
+ * tokens is borrowed for as long as b lives. Returns 0, ERR_INVALID when a pair is there twice,
+ * or ERR_NOMEM; bpe_fini frees what there is in every case. */
 int bpe_init(struct bpe *b, const struct token_table *tokens, const int32_t byte_id[256],
              const struct merge *merges, int32_t n_merges);
 void bpe_fini(struct bpe *b);
@@ -233,12 +236,13 @@ int bpe_encode(const struct bpe *b, struct bpe_scratch *s, const unsigned char *
 /* Fills b->joins (tokenizer_cut.c). Returns 0 or ERR_NOMEM. */
 int bpe_init_joins(struct bpe *b);
 
-/* The length of the start of a piece that merges by itself whatever follows: the ids of a piece are
- * those of this part and those of the rest. len when there is no such place before the end. */
+/* The length of the start of a piece that merges by itself whatever follows: the ids of a piece
+ * are those of this part and those of the rest. len when there is no such place before the
+ * end. */
 size_t bpe_next_cut(const struct bpe *b, const unsigned char *piece, size_t len);
 
-/* The two bodies of merging, for any bytes. The first takes len <= BPE_MAX_SCAN_BYTES; about there the second becomes
- * faster (tests/bench/tokenizer). */
+/* The two bodies of merging, for any bytes. The first takes len <= BPE_MAX_SCAN_BYTES; about
+ * there the second becomes faster (tests/bench/tokenizer). */
 #define BPE_MAX_SCAN_BYTES 96
 int bpe_merge_scan(const struct bpe *b, const unsigned char *piece, size_t len,
                    struct id_list *out);
@@ -279,8 +283,8 @@ struct tokenizer {
     struct tokenizer_info info;
 };
 
-/* Fills t->info from the files in dir (tokenizer_info.c). Files that are not there are passed over;
- * one that is not what its name says is an error. */
+/* Fills t->info from the files in dir (tokenizer_info.c). Files that are not there are passed
+ * over; one that is not what its name says is an error. */
 int tokenizer_info_load(struct tokenizer *t, const char *dir, struct errmsg *e);
 void tokenizer_info_fini(struct tokenizer_info *info);
 
@@ -315,12 +319,13 @@ enum file_part {
     N_FILE_PARTS
 };
 
-/* Finds the parts in a file's text, and refuses by name whatever would make other ids or text than
- * prefilld does. Sets *family. */
+/* Finds the parts in a file's text, and refuses by name whatever would make other ids or text
+ * than prefilld does. Sets *family. */
 int tokenizer_check_file(const char *text, size_t len, struct json_slice parts[N_FILE_PARTS],
                          enum split_family *family, struct errmsg *e);
 
-/* Parses the list of added tokens and calls add for each, in order, with its place in the list. */
+/* Parses the list of added tokens and calls add for each, in order, with its place in the
+ * list. */
 int tokenizer_check_added(struct json_slice list,
                           int (*add)(void *arg, size_t index, const char *content, size_t len,
                                      int32_t id, bool special),

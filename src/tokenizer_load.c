@@ -46,7 +46,8 @@ static uint64_t index_slot(uint64_t hash, int32_t i)
     return (hash & ~(uint64_t)TOKENIZER_MAX_IDS) | (uint64_t)i;
 }
 
-/* The slot of the token that is spelled so in the vocabulary, or the empty one where it would be. */
+/* The slot of the token that is spelled so in the vocabulary, or the empty one where it would
+ * be. */
 static size_t find_slot(const struct loader *l, const char *bytes, size_t len, uint64_t hash)
 {
     size_t i = hash_table_first(&l->by_bytes, hash);
@@ -140,7 +141,8 @@ static int index_vocab(struct loader *l)
 
 /* ---- added_tokens */
 
-/* An added token may also be in the vocabulary; then it is the same token and has the same id. */
+/* An added token may also be in the vocabulary; then it is the same token and has the same
+ * id. */
 static int add_added(void *arg, size_t index, const char *content, size_t len, int32_t id,
                      bool special)
 {
@@ -255,8 +257,8 @@ static int build_tokens(struct loader *l)
 
 /* ---- model.merges */
 
-/* Reads one merge, "left right" or ["left", "right"], into pair: the two parts joined, the first of
- * *left_len bytes. */
+/* Reads one merge, "left right" or ["left", "right"], into pair: the two parts joined, the
+ * first of *left_len bytes. */
 static int read_pair(struct cursor *j, struct buf *pair, size_t *left_len)
 {
     pair->len = 0;
@@ -343,8 +345,8 @@ done:
     return code;
 }
 
-/* A merge comes after every one that makes one of its parts. Trained merges do; tokenizer_merge.c
- * relies on it. */
+/* A merge comes after every one that makes one of its parts. Trained merges do;
+ * tokenizer_merge.c relies on it. */
 static int check_order(struct loader *l)
 {
     int32_t *last =

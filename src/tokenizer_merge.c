@@ -1,9 +1,10 @@
 /* The merges of one piece: again and again the pair of lowest rank, the leftmost of equals.
  *
- * Two bodies that give the same ids. For short pieces every step scans all ranks, which is quickest
- * there and quadratic. For long ones the pairs are in lists by rank, and one pass over the ranks makes
- * all merges: a merge never makes a pair of a lower rank, as tokenizer_load.c has seen to. That takes
- * linear time and goes through memory in order; a piece can be a whole request. */
+ * Two bodies that give the same ids. For short pieces every step scans all ranks, which is
+ * quickest there and quadratic. For long ones the pairs are in lists by rank, and one pass over
+ * the ranks makes all merges: a merge never makes a pair of a lower rank, as tokenizer_load.c
+ * has seen to. That takes linear time and goes through memory in order; a piece can be a whole
+ * request. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -63,9 +64,9 @@ int bpe_merge_scan(const struct bpe *b, const unsigned char *piece, size_t len,
 /* In next and heads. */
 #define LIST_END UINT32_MAX
 
-/* A piece in work. A token of the bytes [i, j) has its id in marks[i] and in marks[j - 1]: so its
- * neighbours are found with no links. The pair of the tokens that start at i
- * and j, if it has a rank, is in the list of that rank as i. */
+/* A piece in work. A token of the bytes [i, j) has its id in marks[i] and in marks[j - 1]: so
+ * its neighbours are found with no links. The pair of the tokens that start at i and j, if it
+ * has a rank, is in the list of that rank as i. */
 struct work {
     const struct bpe *b;
     struct bpe_scratch *s;
@@ -144,8 +145,8 @@ static void join(const struct work *w, size_t at, int32_t rank)
     list_pair(w, at);
 }
 
-/* Makes all merges of one rank. What they make has higher ranks only. Their order matters only where
- * they share a token, as in "aaa": there it is from the left. */
+/* Makes all merges of one rank. What they make has higher ranks only. Their order matters only
+ * where they share a token, as in "aaa": there it is from the left. */
 static void join_all(const struct work *w, int32_t rank)
 {
     while (w->s->heads[rank] != LIST_END) {

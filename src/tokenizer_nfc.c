@@ -1,10 +1,12 @@
-/* Unicode normalization form C, as the reference has it: data of about Unicode 9, so that the code
- * points of CHAR_NFC_INERT are copied, and the runs between them normalized by themselves. With
- * that, utf8proc of any version gives the reference's text (also where it would lose U+11A7).
+/* Unicode normalization form C, as the reference has it: data of about Unicode 9, so that the
+ * code points of CHAR_NFC_INERT are copied, and the runs between them normalized by themselves.
+ * With that, utf8proc of any version gives the reference's text (also where it would lose
+ * U+11A7).
  *
  * The quick check of UAX #15 finds the few places that may change; only from the last starter
- * before such a place to the next starter does text go through decompose, sort, compose. The sort is
- * ours because utf8proc's takes quadratic time, which a prompt of marks could ask for. */
+ * before such a place to the next starter does text go through decompose, sort, compose. The
+ * sort is ours because utf8proc's takes quadratic time, which a prompt of marks could ask
+ * for. */
 #include <stdlib.h>
 #include <string.h>
 #include <utf8proc.h>
@@ -111,8 +113,8 @@ static size_t run_end(const struct char_table *c, const char *text, size_t len, 
     return i;
 }
 
-/* The place where the next run to normalize starts, from `from` on, which is a place where one may
- * start; *check is the character in it that made it one. len when there is none. */
+/* The place where the next run to normalize starts, from `from` on, which is a place where one
+ * may start; *check is the character in it that made it one. len when there is none. */
 static size_t next_run(const struct char_table *c, const char *text, size_t len, size_t from,
                        size_t *check)
 {

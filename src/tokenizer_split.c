@@ -1,6 +1,6 @@
-/* The regular expressions that cut text into pieces, by hand: one pass, no backtracking, no limit
- * to run into, and the reference's character classes. tests/test_tokenizer_split.c holds it to
- * PCRE2 with the same classes.
+/* The regular expressions that cut text into pieces, by hand: one pass, no backtracking, no
+ * limit to run into, and the reference's character classes. tests/test_tokenizer_split.c holds
+ * it to PCRE2 with the same classes.
  *
  * The alternatives in order, w being \p{L} (Qwen2) or [\p{L}\p{M}] (Qwen3.5):
  *
@@ -38,8 +38,9 @@ static bool is_line_end(unsigned char byte)
     return byte == '\r' || byte == '\n';
 }
 
-/* The length of a contraction at p, which is an apostrophe; 0 when there is none. The case-blind
- * 's also takes U+017F, the long s; nothing else beyond ASCII folds to these letters. */
+/* The length of a contraction at p, which is an apostrophe; 0 when there is none. The
+ * case-blind 's also takes U+017F, the long s; nothing else beyond ASCII folds to these
+ * letters. */
 static size_t contraction(const unsigned char *p, const unsigned char *end)
 {
     size_t left = (size_t)(end - p);

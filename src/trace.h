@@ -1,9 +1,9 @@
 /* What a step did and when, and its events of a Chrome/Perfetto trace.
  *
  * The engine thread fills a record a step, which steps.h keeps; workers render. Times are the
- * host's monotonic clock. How long a step ran on the device, and idled before it, comes from the
- * device's own clock; where that lies on the host's is inferred: after the step before it, or
- * after its launch began, and not after its results were there. */
+ * host's monotonic clock. How long a step ran on the device, and idled before it, comes from
+ * the device's own clock; where that lies on the host's is inferred: after the step before it,
+ * or after its launch began, and not after its results were there. */
 #ifndef PREFILLD_TRACE_H
 #define PREFILLD_TRACE_H
 

@@ -69,8 +69,9 @@ bool utf8_is_valid(const char *s, size_t len, size_t *bad_at)
     return n == len;
 }
 
-/* The two first bytes of what would be a surrogate. They can start no character, yet they are held
- * until the next byte: Python's incremental decoder does so, and streams are compared with it. */
+/* The two first bytes of what would be a surrogate. They can start no character, yet they are
+ * held until the next byte: Python's incremental decoder does so, and streams are compared with
+ * it. */
 static bool is_half_surrogate(const char *s, size_t len)
 {
     return len == 2 && (unsigned char)s[0] == 0xed && (unsigned char)s[1] >= 0xa0 &&

@@ -19,12 +19,13 @@ enum utf8_kind {
     UTF8_BAD    /* part of no character */
 };
 
-/* Looks at the first character of s, len > 0 bytes. *used is the length of the character, of the
- * cut prefix, or of the maximal subpart that one U+FFFD stands for (Unicode standard, 3.9). */
+/* Looks at the first character of s, len > 0 bytes. *used is the length of the character, of
+ * the cut prefix, or of the maximal subpart that one U+FFFD stands for (Unicode standard,
+ * 3.9). */
 enum utf8_kind utf8_scan(const char *s, size_t len, size_t *used);
 
-/* True when all len bytes are well-formed; else *bad_at (may be NULL) is the offset of the first
- * that are not. NUL is a character. */
+/* True when all len bytes are well-formed; else *bad_at (may be NULL) is the offset of the
+ * first that are not. NUL is a character. */
 bool utf8_is_valid(const char *s, size_t len, size_t *bad_at);
 
 /* A decoder of bytes that come in pieces of any size. Zero-initialised is empty. */

@@ -1,13 +1,13 @@
 /* The watcher: one thread with an epoll set of the sockets libmicrohttpd does not look at.
  *
  * libmicrohttpd takes a suspended connection's socket out of its own set, so nobody would see
- * the client go away; the watcher does (EPOLLRDHUP). It also wakes for listening sockets and for
- * those that are drained before their close, and gives its owner a turn at a fixed interval for
- * deadlines. Knows file descriptors and callbacks; neither HTTP nor requests.
+ * the client go away; the watcher does (EPOLLRDHUP). It also wakes for listening sockets and
+ * for those that are drained before their close, and gives its owner a turn at a fixed interval
+ * for deadlines. Knows file descriptors and callbacks; neither HTTP nor requests.
  *
  * A file descriptor is added while it is open and removed before it may be closed; events carry
- * a generation, so that one read from the kernel before a removal can never reach the next owner
- * of the same descriptor or slot. */
+ * a generation, so that one read from the kernel before a removal can never reach the next
+ * owner of the same descriptor or slot. */
 #ifndef PREFILLD_WATCH_H
 #define PREFILLD_WATCH_H
 

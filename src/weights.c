@@ -79,7 +79,8 @@ static size_t staging_bytes(const struct plan *p, const struct plan_mat *m)
     return bytes;
 }
 
-/* Parts as the backend takes them; rows that the mapping does not hold aligned go to staging. */
+/* Parts as the backend takes them; rows that the mapping does not hold aligned go to
+ * staging. */
 static void fill_parts(const struct loader *ld, const struct plan_mat *m, char *staging,
                        struct weight_part *out)
 {

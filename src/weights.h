@@ -64,10 +64,10 @@ int weights_check(const struct arch *a, const struct st_set *set, struct errmsg 
 typedef void (*weights_progress)(void *arg, double done);
 
 /* Loads from set (which must outlive *w: embeddings may stay mapped), or, when set is NULL,
- * seeded random bf16 weights (load = dummy) scaled so that activations stay finite. Checks first
- * (weights_check). Takes host memory for a while: a dummy the size of its largest weight, a
- * file whose data is not aligned to its elements the size of that weight. progress may be NULL.
- * Returns 0, or what weights_check and the backend return, with e filled and nothing left
+ * seeded random bf16 weights (load = dummy) scaled so that activations stay finite. Checks
+ * first (weights_check). Takes host memory for a while: a dummy the size of its largest weight,
+ * a file whose data is not aligned to its elements the size of that weight. progress may be
+ * NULL. Returns 0, or what weights_check and the backend return, with e filled and nothing left
  * behind. Ends with weights_free. */
 int weights_load(const struct arch *a, const struct st_set *set, uint64_t seed,
                  struct backend *b, weights_progress progress, void *arg, struct weights *w,

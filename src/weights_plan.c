@@ -96,8 +96,8 @@ static void add_rows(struct plan *p, const struct st_tensor *t, int64_t row0, in
 
 /* ---- GDN ---- */
 
-/* Qwen3-Next stores the projections grouped by key head: each group is q [K] | k [K] | v [r*V] |
- * z [r*V] in one tensor, b [r] | a [r] in the other. Value head h belongs to group h / r, so
+/* Qwen3-Next stores the projections grouped by key head: each group is q [K] | k [K] | v [r*V]
+ * | z [r*V] in one tensor, b [r] | a [r] in the other. Value head h belongs to group h / r, so
  * walking the groups once for each kind gives the flat order. */
 static void add_gdn_in_grouped(struct plan *p)
 {

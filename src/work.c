@@ -125,8 +125,8 @@ int work_post(struct work *w, enum work_lane lane, struct work_job *job)
         w->n_requests++;
     *w->lanes[lane].tail = job;
     w->lanes[lane].tail = &job->next;
-    /* One of those that take requests, which looks again after each job; it may be busy with a long
-     * one, so that what must not wait for that wakes the spare, too. */
+    /* One of those that take requests, which looks again after each job; it may be busy with a
+     * long one, so that what must not wait for that wakes the spare, too. */
     pthread_cond_signal(&w->wake);
     if (lane < WORK_REQUEST)
         pthread_cond_signal(&w->wake_spare);

@@ -1,6 +1,6 @@
-/* The API over real sockets, with a stub for the engine whose numbers are known: prompts are said
- * again, and FIRST_NEW, FIRST_NEW + 1, ... is generated. What needs a model's numbers is in the
- * end-to-end tests. */
+/* The API over real sockets, with a stub for the engine whose numbers are known: prompts are
+ * said again, and FIRST_NEW, FIRST_NEW + 1, ... is generated. What needs a model's numbers is
+ * in the end-to-end tests. */
 #ifndef PREFILLD_TESTS_API_STUB_H
 #define PREFILLD_TESTS_API_STUB_H
 

@@ -1,5 +1,5 @@
-/* What the tests of the CPU backend's operations share: a backend with limits, batches made from
- * lists of pieces, poisoned buffers, and random schedules.
+/* What the tests of the CPU backend's operations share: a backend with limits, batches made
+ * from lists of pieces, poisoned buffers, and random schedules.
  *
  * Arrays are mostly left to the process's end (Criterion runs every test in its own); must()
  * remembers them, so that a leak report is about the backend and not about these. */

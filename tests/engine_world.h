@@ -1,5 +1,6 @@
-/* What tests of prefixes and of sessions have in common: a model of random weights with pools of any
- * size, an engine driven by hand, with a table of sessions or without, and a look at its pools. */
+/* What tests of prefixes and of sessions have in common: a model of random weights with pools
+ * of any size, an engine driven by hand, with a table of sessions or without, and a look at its
+ * pools. */
 #ifndef PREFILLD_TESTS_ENGINE_WORLD_H
 #define PREFILLD_TESTS_ENGINE_WORLD_H
 

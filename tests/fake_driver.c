@@ -1,6 +1,7 @@
-/* A libcuda.so.1 that is there and does not work: FAKE_DRIVER_VERSION is what it says it is for (13000:
- * CUDA 13.0), FAKE_DRIVER_ERROR what everything else returns. tests/test_driver.py puts it before the
- * daemon. Declares for itself what it needs of cuda.h, which a CPU build does not have. */
+/* A libcuda.so.1 that is there and does not work: FAKE_DRIVER_VERSION is what it says it is for
+ * (13000: CUDA 13.0), FAKE_DRIVER_ERROR what everything else returns. tests/test_driver.py puts
+ * it before the daemon. Declares for itself what it needs of cuda.h, which a CPU build does not
+ * have. */
 #include <stdlib.h>
 #include <string.h>
 

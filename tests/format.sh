@@ -1,5 +1,5 @@
 #!/bin/sh
-# Sources are as .clang-format has them, and ASCII without tabs. TAP.
+# Sources are as .clang-format has them, and ASCII without tabs; comments end at column 96. TAP.
 cd "${SRCDIR:-.}" || exit 1
 files=$(find src kernels tests clients \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \) | sort)
 
@@ -31,5 +31,8 @@ else
 fi
 # shellcheck disable=SC2086
 report 2 "sources are ASCII without tabs" "$(LC_ALL=C grep -n '[^ -~]' $files)"
-echo "1..2"
+# clang-format leaves comments alone.
+report 3 "comments have at most 96 columns" \
+    "$(find src tests -name '*.[ch]' -exec grep -nE '^.{97}' {} + | cut -c1-100)"
+echo "1..3"
 exit $status

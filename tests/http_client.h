@@ -123,8 +123,8 @@ static inline void answer_free(struct answer *a)
     a->body = NULL;
 }
 
-/* Reads one answer; has_body is 0 for HEAD. Bytes are read one at a time up to the body, so that
- * what follows stays in the socket. */
+/* Reads one answer; has_body is 0 for HEAD. Bytes are read one at a time up to the body, so
+ * that what follows stays in the socket. */
 static inline struct answer client_read(int fd, int has_body)
 {
     struct answer a = {.status = 0};

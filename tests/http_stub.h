@@ -1,5 +1,5 @@
-/* A server for the HTTP tests: http.c and work.c as they are, a stub in the place of the API and
- * the engine. */
+/* A server for the HTTP tests: http.c and work.c as they are, a stub in the place of the API
+ * and the engine. */
 #ifndef PREFILLD_TESTS_HTTP_STUB_H
 #define PREFILLD_TESTS_HTTP_STUB_H
 

@@ -47,8 +47,8 @@ __attribute__((unused)) static const char *fixture_backend(void)
     return name ? name : "cpu";
 }
 
-/* Opens the model of dir with o (0: defaults of the test) on n_threads; is_dummy: from config.json
- * alone, with random weights. Returns 0 or prints why not and returns the error. */
+/* Opens the model of dir with o (0: defaults of the test) on n_threads; is_dummy: from
+ * config.json alone, with random weights. Returns 0 or prints why not and returns the error. */
 __attribute__((unused)) static int fixture_open_as(struct fixture *f, const char *dir,
                                                    const struct model_options *o,
                                                    int32_t n_threads, bool is_dummy)

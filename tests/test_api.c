@@ -1,6 +1,6 @@
 /* The API over real sockets, with a stub for the engine: phases, health, overload, outcomes,
- * hang-ups. What needs numbers of a model is in the end-to-end tests. A plain program, so that it
- * also runs under TSan. */
+ * hang-ups. What needs numbers of a model is in the end-to-end tests. A plain program, so that
+ * it also runs under TSan. */
 #include <signal.h>
 
 #include "api_stub.h"

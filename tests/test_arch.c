@@ -163,8 +163,8 @@ Test(arch, defaults_of_transformers)
     arch_fini(&a);
 }
 
-/* The published Qwen3-Next-80B-A3B-Instruct config (gdn.md 1.7): flat rope names, "torch_dtype",
- * full_attention_interval, no layer_types. */
+/* The published Qwen3-Next-80B-A3B-Instruct config (gdn.md 1.7): flat rope names,
+ * "torch_dtype", full_attention_interval, no layer_types. */
 Test(arch, qwen3_next_80b)
 {
     struct arch want = next_defaults;
@@ -389,7 +389,7 @@ Test(arch, layer_kinds_and_token_ids)
              "\"pad_token_id\": []"));
     cr_assert(a.eos_id == 7 && a.bos_id == -1 && a.pad_id == -1);
     arch_fini(&a);
-    /* The text part's before the whole config's; the whole config's flag over the text part's. */
+    /* The text part's before the whole's; the whole's flag over the text part's. */
     a = accepted("{\"model_type\": \"qwen3_5\", \"eos_token_id\": 1, \"bos_token_id\": 2, "
                  "\"tie_word_embeddings\": false, \"text_config\": {\"eos_token_id\": 3, "
                  "\"tie_word_embeddings\": true}}");

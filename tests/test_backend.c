@@ -15,7 +15,8 @@ Test(backend, names)
     cr_assert(strstr(e.text, "metal") && strstr(e.text, "auto, cpu, cuda"), "%s", e.text);
 }
 
-/* auto takes the CPU only where no driver is installed; a driver that fails is for open to say. */
+/* auto takes the CPU only where no driver is installed; a driver that fails is for open to
+ * say. */
 Test(backend, auto_follows_the_driver)
 {
     struct errmsg e = {{0}};

@@ -1,7 +1,8 @@
-/* The promise that results are the same bits however a request was scheduled: alone, in any place
- * of any batch, cut at any multiples of 64, in any slot, on any page layout, with any number of
- * threads. Random schedules from a printed seed are compared with memcmp to the request alone.
- * (gdn.md section 4, faults 18, 23, 24, 31.) Plain program: runs under TSan too. */
+/* The promise that results are the same bits however a request was scheduled: alone, in any
+ * place of any batch, cut at any multiples of 64, in any slot, on any page layout, with any
+ * number of threads. Random schedules from a printed seed are compared with memcmp to the
+ * request alone. (gdn.md section 4, faults 18, 23, 24, 31.) Plain program: runs under TSan
+ * too. */
 #include <math.h>
 
 #include "model_fixture.h"

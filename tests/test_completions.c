@@ -1,5 +1,5 @@
-/* POST /v1/completions over real sockets, with a stub for the engine: shapes, groups of requests,
- * stop strings, refusals by name. */
+/* POST /v1/completions over real sockets, with a stub for the engine: shapes, groups of
+ * requests, stop strings, refusals by name. */
 #include <signal.h>
 
 #include "api_stub.h"

@@ -3,9 +3,9 @@
 
 #include "gdn_ref.h"
 
-/* An output is a chain of sums of at most K = 128 and twice 64 terms, each rounded; |k| <= 1 and
- * beta <= 1 make the chain non-expansive, so roundings add and do not grow. Their worst case is
- * (128 + 64 + 64) u = 1.5e-5 of the largest value, and they mostly cancel. */
+/* An output is a chain of sums of at most K = 128 and twice 64 terms, each rounded; |k| <= 1
+ * and beta <= 1 make the chain non-expansive, so roundings add and do not grow. Their worst
+ * case is (128 + 64 + 64) u = 1.5e-5 of the largest value, and they mostly cancel. */
 #define TOLERANCE (256 * UNIT_ROUNDOFF)
 
 /* What a run of the operation gave. */
@@ -337,8 +337,8 @@ Test(gdn, fault_12_residual_of_the_solve)
     struct backend_limits l = gdn_limits(&in.d, 64, 1);
     open_cpu(&b, 1, &l);
     struct gdn_result out = run_pieces(&b, cpu_gdn_delta, &in, NULL, 0, NULL);
-    /* S = sum over i of k_i x_i^T, so K S = (K K^T) X. And (I + L) X = beta I: the part of K K^T
-     * below the diagonal gives row i of (I + L) X as x_i + beta_i sum over j < i of
+    /* S = sum over i of k_i x_i^T, so K S = (K K^T) X. And (I + L) X = beta I: the part of K
+     * K^T below the diagonal gives row i of (I + L) X as x_i + beta_i sum over j < i of
      * (k_i.k_j) x_j. x_i is found from the state after i + 1 tokens and after i. */
     static float X[64][64];
     float *before = poisoned(128 * 128);

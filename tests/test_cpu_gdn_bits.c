@@ -248,8 +248,9 @@ static void run_cut(const struct layer *w, struct answer kept[][MAX_WHOLE])
     b.ops->close(&b);
 }
 
-/* A random schedule in which about half of all whole chunks leave their state in a slot of their
- * own. Returns the number of those, and of the requests, that are not as they should be. */
+/* A random schedule in which about half of all whole chunks leave their state in a slot of
+ * their own. Returns the number of those, and of the requests, that are not as they should
+ * be. */
 static int32_t run_kept(struct rng *r, const struct layer *w, const struct answer *alone,
                         struct answer kept[][MAX_WHOLE], int32_t n_threads, int32_t *n_kept)
 {

@@ -154,9 +154,9 @@ static void compare_with_f64(const struct made *m, int32_t n_rows, const float *
  * most K / 5 + 23; what its f32 form leaves out is under 3 * 2^-26 * 2 of each product, 4 u
  * with room. So (K + 32) u holds for all.
  *
- * In root mean square: a rounding is off by about 0.41 u of the sum so far, which has grown like
- * a random walk to sqrt(k) times the products' root mean square; over all K that is 0.29 u times
- * their unevenness. 0.5 is asked for, of a thousand sums or more. */
+ * In root mean square: a rounding is off by about 0.41 u of the sum so far, which has grown
+ * like a random walk to sqrt(k) times the products' root mean square; over all K that is 0.29 u
+ * times their unevenness. 0.5 is asked for, of a thousand sums or more. */
 Test(cpu_gemm, is_right_to_f32)
 {
     const double u = 0x1p-24;

@@ -207,9 +207,9 @@ static void on_layer(void *arg, int32_t layer, const float *x)
     usleep(20000);
 }
 
-/* A step that nobody waits for any more ends at its next layer; one that somebody waits for runs
- * to its end. A step of 8,192 tokens takes most of a minute on two cores with a 0.8B model: a
- * deadline, a hang-up and a second SIGTERM used to wait for it. */
+/* A step that nobody waits for any more ends at its next layer; one that somebody waits for
+ * runs to its end. A step of 8,192 tokens takes most of a minute on two cores with a 0.8B
+ * model: a deadline, a hang-up and a second SIGTERM used to wait for it. */
 static void test_abandoned(void)
 {
     static const struct {

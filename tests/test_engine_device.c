@@ -1,6 +1,6 @@
-/* What the engine does when the device misbehaves, through a table whose steps can be made to fail:
- * a lost device fails what it holds and what comes, and gives all memory back; numbers that are
- * not finite fail their request alone. */
+/* What the engine does when the device misbehaves, through a table whose steps can be made to
+ * fail: a lost device fails what it holds and what comes, and gives all memory back; numbers
+ * that are not finite fail their request alone. */
 #include <math.h>
 
 #include "model_fixture.h"

@@ -1,7 +1,7 @@
 /* Sessions out of the pools as files, and in again, in random order on pools of any size, among
- * prompts that want the room, deletions while one is read, and imports that are given up: what was
- * brought in goes on with the bits of the original, the file is the same each time, and nothing
- * leaks. Plain program: runs under TSan too; TEST_BACKEND=cuda on a card. */
+ * prompts that want the room, deletions while one is read, and imports that are given up: what
+ * was brought in goes on with the bits of the original, the file is the same each time, and
+ * nothing leaks. Plain program: runs under TSan too; TEST_BACKEND=cuda on a card. */
 #include <stdlib.h>
 
 #include "engine_world.h"
@@ -41,8 +41,8 @@ static struct {
     int differ, unsound, failed;
 } count;
 
-/* A backend whose copies are queued: they are made when they are seen to be done, which may be many
- * turns later; what must not change until then shows. Some fail with the device. */
+/* A backend whose copies are queued: they are made when they are seen to be done, which may be
+ * many turns later; what must not change until then shows. Some fail with the device. */
 enum { MAX_QUEUED = 64 };
 
 static struct {
@@ -437,8 +437,8 @@ static void run_world(const char *dir, struct rng *rng)
     fixture_close(&w.f);
 }
 
-/* With several jobs posted at once the device fails: each comes back, with words, and so do those
- * that are posted afterwards, and after the end. */
+/* With several jobs posted at once the device fails: each comes back, with words, and so do
+ * those that are posted afterwards, and after the end. */
 static void test_lost(const char *dir, struct rng *rng)
 {
     enum { N = 2 * COPY_MARKS };

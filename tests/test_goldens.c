@@ -1,6 +1,6 @@
-/* Whole models against the float32 answers of ../shared/fixtures. The bars are the issue's: |logprob
- * difference| <= 1e-3 (the answers' own error is under 1e-4), state, conv and KV within 1e-4 of
- * the tensor's largest value. Every test prints the worst difference it saw. */
+/* Whole models against the float32 answers of ../shared/fixtures. The bars are the issue's:
+ * |logprob difference| <= 1e-3 (the answers' own error is under 1e-4), state, conv and KV
+ * within 1e-4 of the tensor's largest value. Every test prints the worst difference it saw. */
 #include <criterion/criterion.h>
 #include <math.h>
 

@@ -1,6 +1,6 @@
 /* Bodies and answers that are handed on as they come: any length, any pieces, slow and vanished
- * clients, answers in the middle of a body, deadlines, the end of the server; memory stays bounded.
- * Plain program: runs under TSan too. */
+ * clients, answers in the middle of a body, deadlines, the end of the server; memory stays
+ * bounded. Plain program: runs under TSan too. */
 #include <signal.h>
 
 #include "http_stub.h"
@@ -195,8 +195,8 @@ static bool is_pattern(const char *p, size_t n)
 
 /* ---- tests ---- */
 
-/* Under TSan, on a busy machine, what takes a moment takes seconds; what takes the idle timeout, 30 s,
- * is a fault. */
+/* Under TSan, on a busy machine, what takes a moment takes seconds; what takes the idle
+ * timeout, 30 s, is a fault. */
 static bool comes_to(atomic_int *value, int want)
 {
     bool is_there = false;

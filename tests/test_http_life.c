@@ -1,5 +1,5 @@
-/* HTTP against raw sockets: hang-ups, deadlines, limits, stopping, addresses. What libmicrohttpd
- * 0.9.75 does not do by itself. A plain program, so that it also runs under TSan. */
+/* HTTP against raw sockets: hang-ups, deadlines, limits, stopping, addresses. What
+ * libmicrohttpd 0.9.75 does not do by itself. A plain program: runs under TSan too. */
 #include <signal.h>
 #include <sys/stat.h>
 
@@ -254,8 +254,8 @@ static bool read_chunked(int fd, struct buf *out)
     }
 }
 
-/* Streams that end when their client has not read them: cut behind a whole event, or, when little
- * is left, not at all. */
+/* Streams that end when their client has not read them: cut behind a whole event, or, when
+ * little is left, not at all. */
 static void test_cut(const char *dir)
 {
     static const char last[] =
@@ -276,7 +276,7 @@ static void test_cut(const char *dir)
     http_quiesce(s->http);
     CHECK(!http_flush(s->http, client_now_ms() * 1000 + 50000), "its client does not read");
     http_cut(s->http);
-    http_cut(s->http); /* changes nothing more */
+    http_cut(s->http);
     struct buf b;
     buf_init(&b);
     CHECK(read_chunked(fd, &b) && buf_cstr(&b), "it ends");

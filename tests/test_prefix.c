@@ -1,5 +1,5 @@
-/* The tree of prompts: what is found is what a list of prompts would say, whatever was inserted,
- * split and given up before; ranking; running out of memory leaks nothing. */
+/* The tree of prompts: what is found is what a list of prompts would say, whatever was
+ * inserted, split and given up before; ranking; running out of memory leaks nothing. */
 #include <criterion/criterion.h>
 #include <stdlib.h>
 #include <string.h>

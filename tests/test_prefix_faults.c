@@ -1,6 +1,6 @@
-/* Faults of other engines with kept prefixes on models with recurrent layers, each as the test that
- * would have met it, by its number in gdn.md section 4. All compare bits with a cold start. Plain
- * program: runs under TSan too. */
+/* Faults of other engines with kept prefixes on models with recurrent layers, each as the test
+ * that would have met it, by its number in gdn.md section 4. All compare bits with a cold
+ * start. Plain program: runs under TSan too. */
 #include <math.h>
 
 #include "engine_world.h"
@@ -66,8 +66,8 @@ static bool is_same(struct world *w, int32_t n, int32_t n_other, int64_t *n_cach
     return hit.is_ok && cold.is_ok && memcmp(hit.next, cold.next, sizeof(hit.next)) == 0;
 }
 
-/* 20: NaN after a hit when the prefill before ended a few tokens past a block. 21: states kept off
- * the blocks. */
+/* 20: NaN after a hit when the prefill before ended a few tokens past a block. 21: states kept
+ * off the blocks. */
 static void test_ends(const char *dir)
 {
     struct world w;
@@ -126,8 +126,8 @@ static void test_lengths(const char *dir)
     fixture_close(&w.f);
 }
 
-/* 24: what was NaN in a slot survives in its next user, or moves with it. All that is free is NaN
- * before each prompt. */
+/* 24: what was NaN in a slot survives in its next user, or moves with it. All that is free is
+ * NaN before each prompt. */
 static void test_poison(const char *dir)
 {
     struct world w;
@@ -147,8 +147,8 @@ static void test_poison(const char *dir)
     fixture_close(&w.f);
 }
 
-/* 25: a state that is not the same when it was given back. The kept one is begun at time and again,
- * and evicted and made anew in between. */
+/* 25: a state that is not the same when it was given back. The kept one is begun at time and
+ * again, and evicted and made anew in between. */
 static void test_restore(const char *dir)
 {
     struct world w;

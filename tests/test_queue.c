@@ -1,5 +1,5 @@
-/* The queue: order, bounds, waits and wakes; then several producers, hang-ups and a stop against
- * one consumer. A lost wake hangs the program: the alarm turns that into a failure. */
+/* The queue: order, bounds, waits and wakes; then several producers, hang-ups and a stop
+ * against one consumer. A lost wake hangs the program: the alarm turns that into a failure. */
 #include "queue.h"
 
 #include <math.h>

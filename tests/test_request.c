@@ -95,7 +95,8 @@ Test(request, more_pieces_than_that_are_kept_too)
     request_unref(r);
 }
 
-/* The answer of 2^31 - 1 ids with 20 candidates each, 343 GB, is refused or got, not wrapped. */
+/* The answer of 2^31 - 1 ids with 20 candidates each, 343 GB, is refused or got, not
+ * wrapped. */
 Test(request, sizes_do_not_wrap)
 {
 #ifdef __SANITIZE_ADDRESS__

@@ -1,5 +1,5 @@
-/* Sampling: the cuts and the draw on rows of logits against sorting in f64, penalties and biases
- * by their formulas, and seeds that give the same tokens in any company. */
+/* Sampling: the cuts and the draw on rows of logits against sorting in f64, penalties and
+ * biases by their formulas, and seeds that give the same tokens in any company. */
 #include <criterion/criterion.h>
 #include <math.h>
 
@@ -66,9 +66,9 @@ static void expected(int32_t n, const float *logits, const struct row_sample *s,
         p[i] /= sum;
 }
 
-/* u at the middle of each token's share must give that token: every token that may be chosen is,
- * with its probability, and no other. Shares under 1e-4 are passed over: f32 places their edges
- * to about 1e-6. */
+/* u at the middle of each token's share must give that token: every token that may be chosen
+ * is, with its probability, and no other. Shares under 1e-4 are passed over: f32 places their
+ * edges to about 1e-6. */
 Test(sampler, every_share_of_u_gives_its_token)
 {
     const uint64_t seed = 20261129;
@@ -170,7 +170,8 @@ Test(sampler, penalties_biases_and_stops)
     sampler_fini(&m);
 }
 
-/* Draws are uniform enough, differ by seed and by place, and do not depend on the calls before. */
+/* Draws are uniform enough, differ by seed and by place, and do not depend on the calls
+ * before. */
 Test(sampler, draws)
 {
     enum { N = 4000 };
@@ -196,7 +197,8 @@ Test(sampler, draws)
     cr_expect_lt(n_same, 3);
 }
 
-/* The same seed gives the same tokens and logprobs alone and in company; another seed others. */
+/* The same seed gives the same tokens and logprobs alone and in company; another seed
+ * others. */
 Test(sampler, a_seed_gives_its_tokens_in_any_company)
 {
     enum { ROUNDS = 4, OTHERS = 5, NEW = 24, PROMPT = 70 };

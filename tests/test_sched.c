@@ -218,8 +218,8 @@ Test(sched, plans_as_one_that_sorts_everything)
 
 /* ---- bounds on waiting */
 
-/* Time until a long prompt is done beside a stream of short ones that asks for `load` times what
- * the device can do. */
+/* Time until a long prompt is done beside a stream of short ones that asks for `load` times
+ * what the device can do. */
 static int64_t time_beside_stream(enum sched_policy policy, double load, int32_t n_pages,
                                   int32_t long_tokens)
 {
@@ -376,8 +376,9 @@ Test(sched, holds_more_than_may_wait)
     world_close(&w);
 }
 
-/* Ten requests that generate and one long prompt that came after them: at most max_decodes tokens
- * of the ten are in a step, those whose turn it is, and the prompt goes on beside them. */
+/* Ten requests that generate and one long prompt that came after them: at most max_decodes
+ * tokens of the ten are in a step, those whose turn it is, and the prompt goes on beside
+ * them. */
 Test(sched, generated_tokens_leave_room_for_prompts)
 {
     enum { GENERATING = 10, DECODES = 3 };
@@ -466,8 +467,8 @@ Test(sched, asks_before_it_admits)
                                        .i_entry = -1};
         cr_assert_eq(sched_add(s, &items[i]), 0);
     }
-    /* 0 is parked, 1 has three quarters, 2 what is left to it from where it begins, 3 holds back
-     * 4. */
+    /* 0 is parked, 1 has three quarters, 2 what is left to it from where it begins, 3 holds
+     * back 4. */
     cr_assert_eq(sched_plan(s, &room, p), 2);
     cr_expect_eq(a.n_asked, 4);
     cr_expect(p[0].item == &items[1] && p[0].start == 0 && p[0].n_tokens == 384);

@@ -1,7 +1,7 @@
-/* Sessions: kept, continued, forked, deleted, expired and evicted in random order on pools of any
- * size, among prompts that want the room, with cancels and faults. Cut at multiples of 64 a session
- * has the bits of the whole prompt, elsewhere its numbers; a fork has those of the original; what
- * fails leaves it as it was. Plain program: runs under TSan too. */
+/* Sessions: kept, continued, forked, deleted, expired and evicted in random order on pools of
+ * any size, among prompts that want the room, with cancels and faults. Cut at multiples of 64 a
+ * session has the bits of the whole prompt, elsewhere its numbers; a fork has those of the
+ * original; what fails leaves it as it was. Plain program: runs under TSan too. */
 #include <math.h>
 
 #include "engine_world.h"
@@ -40,11 +40,12 @@ struct world {
     struct name names[MAX_NAMES];
 };
 
-/* Another order of sums: some five stages (two norms, products of 64 to 256 terms) whose partial
- * sums grow by sqrt(256) u of the value, on a logprob of one to two. With f32 that is 1e-6 a stage;
- * seen: 3e-6. With bf16 between stages each rounds by up to u = 2^-9 of a value of one to two, five
- * independent ones by sqrt(5) u 2 = 9e-3 (root of the mean square; twice that is allowed), and a norm
- * after a cancelling sum makes single ones larger: ten of those. */
+/* Another order of sums: some five stages (two norms, products of 64 to 256 terms) whose
+ * partial sums grow by sqrt(256) u of the value, on a logprob of one to two. With f32 that is
+ * 1e-6 a stage; seen: 3e-6. With bf16 between stages each rounds by up to u = 2^-9 of a value
+ * of one to two, five independent ones by sqrt(5) u 2 = 9e-3 (root of the mean square; twice
+ * that is allowed), and a norm after a cancelling sum makes single ones larger: ten of
+ * those. */
 static const double BF16_RMS = 2e-2;
 
 static float off_grid_logprob(const struct world *w)
@@ -62,7 +63,8 @@ static const struct backend_ops *real_ops;
 static struct backend_ops hooked;
 static bool is_next_bad;
 
-/* Results are in host memory when the step is done; which may not be when the next is planned. */
+/* Results are in host memory when the step is done; which may not be when the next is
+ * planned. */
 static struct {
     struct row_result *results[2];
     bool is_bad[2];
@@ -193,8 +195,8 @@ static void keep_new(struct world *w, struct name *to)
     request_unref(r);
 }
 
-/* Requests that begin at a session: one that continues it, or some forks; a second one that would
- * continue it is refused meanwhile. */
+/* Requests that begin at a session: one that continues it, or some forks; a second one that
+ * would continue it is refused meanwhile. */
 static void use(struct world *w, struct name *s, bool is_fork)
 {
     struct request *r[3];

@@ -1,5 +1,6 @@
 /* Who has the folder of sessions: one at a time, told who else, waited for, and let in when the
- * other ends, also by a kill. What is saved and brought back is in e2e_export.py. Plain program. */
+ * other ends, also by a kill. What is saved and brought back is in e2e_export.py. Plain
+ * program. */
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>

@@ -1,7 +1,8 @@
-/* Prompts that share prefixes: whoever begins at another's state has the bits of a cold start, and
- * nothing leaks, whatever is cancelled, expired, evicted or broken meanwhile. Random trees of
- * prompts from a printed seed, on pools of any size down to one slot, compared with memcmp to each
- * prompt alone. (gdn.md section 4, faults 20-25, 39.) Plain program: runs under TSan too. */
+/* Prompts that share prefixes: whoever begins at another's state has the bits of a cold start,
+ * and nothing leaks, whatever is cancelled, expired, evicted or broken meanwhile. Random trees
+ * of prompts from a printed seed, on pools of any size down to one slot, compared with memcmp
+ * to each prompt alone. (gdn.md section 4, faults 20-25, 39.) Plain program: runs under TSan
+ * too. */
 #include <math.h>
 
 #include "engine_world.h"
@@ -94,8 +95,8 @@ static int hook_done(struct backend *b, bool wait)
     return rc;
 }
 
-/* A few trunks; the others go on where one of those before them was cut, often at a multiple of 64
- * or next to it. */
+/* A few trunks; the others go on where one of those before them was cut, often at a multiple of
+ * 64 or next to it. */
 static void make_prompts(struct rng *rng, int32_t vocab)
 {
     for (int i = 0; i < N_PROMPTS; i++) {
@@ -266,8 +267,8 @@ static void run_world(const char *dir, struct rng *rng, struct count *count)
     fixture_close(&f);
 }
 
-/* Runs the first n tokens of the first prompt, sharing under a key (negative: not); returns how many
- * it took from a state. */
+/* Runs the first n tokens of the first prompt, sharing under a key (negative: not); returns how
+ * many it took from a state. */
 static int32_t run_lone(struct fixture *f, int32_t n, int32_t key, struct top_entry *next,
                         int32_t *n_pieces)
 {
@@ -285,9 +286,9 @@ static int32_t run_lone(struct fixture *f, int32_t n, int32_t key, struct top_en
     return n_cached;
 }
 
-/* A prompt that is alone is one piece, and leaves its end and a state every checkpoint_tokens; who
- * begins at any of them has the bits of a cold start. Often enough that a backend that replays steps
- * does so with states kept at other slots. */
+/* A prompt that is alone is one piece, and leaves its end and a state every checkpoint_tokens;
+ * who begins at any of them has the bits of a cold start. Often enough that a backend that
+ * replays steps does so with states kept at other slots. */
 static void test_lone(const char *dir)
 {
     enum { N_KEYS = 8 };
@@ -323,8 +324,8 @@ static void test_lone(const char *dir)
     fixture_close(&f);
 }
 
-/* What a prompt leaves in its middle, unasked, goes before the ends of others and takes no room from
- * them. */
+/* What a prompt leaves in its middle, unasked, goes before the ends of others and takes no room
+ * from them. */
 static void test_spare(const char *dir)
 {
     enum { N_KEYS = 6, N_TOKENS = 160 }; /* the end is at 128, a spare one at 64 */
@@ -348,8 +349,8 @@ static void test_spare(const char *dir)
     fixture_close(&f);
 }
 
-/* A prompt that comes again begins as far on as it can: at the last page that ends before its last
- * token, also where that token ends a page. */
+/* A prompt that comes again begins as far on as it can: at the last page that ends before its
+ * last token, also where that token ends a page. */
 static void test_twice(const char *dir)
 {
     enum { CHECKPOINT = 128 };

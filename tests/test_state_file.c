@@ -1,5 +1,5 @@
-/* The files of sessions, read: what was written comes back; whatever was altered, cut, lengthened or
- * made up is refused with words, and never read past its end. Plain program. */
+/* The files of sessions, read: what was written comes back; whatever was altered, cut,
+ * lengthened or made up is refused with words, and never read past its end. Plain program. */
 #include <jansson.h>
 #include <stdlib.h>
 
@@ -51,8 +51,8 @@ static void make(const struct state_shape *z, const struct state_info *f, struct
     buf_add(b, &s, 8);
 }
 
-/* Reads it in pieces of up to max bytes, each in memory of its own, so that reading past one shows.
- * Returns 0 or what failed. data (may be NULL) gets the parts one behind the other. */
+/* Reads it in pieces of up to max bytes, each in memory of its own, so that reading past one
+ * shows. Returns 0 or what failed. data (may be NULL) gets the parts one behind the other. */
 static int read_file(const struct state_shape *z, const char *data, size_t len, size_t max,
                      struct rng *rng, struct buf *parts, struct state_info *info,
                      struct errmsg *e)
@@ -191,7 +191,8 @@ static json_t *random_json(struct rng *rng, int depth)
     }
 }
 
-/* One thing in the header is another value, or gone, or there is more; the checksum is right. */
+/* One thing in the header is another value, or gone, or there is more; the checksum is
+ * right. */
 static json_t *spoil(struct rng *rng, json_t *o)
 {
     json_t *at = o;

@@ -1,5 +1,5 @@
-/* Answers that grow, over real sockets, with a stub for the engine: completions as events, hang-ups,
- * pings, failures, stops; readers of the steps. */
+/* Answers that grow, over real sockets, with a stub for the engine: completions as events,
+ * hang-ups, pings, failures, stops; readers of the steps. */
 #include <pthread.h>
 #include <signal.h>
 
@@ -255,8 +255,8 @@ static void test_stream_hangup(void)
     server_stop(s);
 }
 
-/* While another connection has been quiet for longer: libmicrohttpd looks at that one first, and
- * for a while lost the descriptor of a stream that ended otherwise than by a last chunk. */
+/* While another connection has been quiet for longer: libmicrohttpd looks at that one first,
+ * and for a while lost the descriptor of a stream that ended otherwise than by a last chunk. */
 static void test_stream_descriptors(void)
 {
     static const char body[] = "{\"prompt\":[5,6],\"max_tokens\":%d,\"stream\":true}";
@@ -341,8 +341,9 @@ static void test_stream_close(void)
 
 enum { READERS = 6, READS = 60 };
 
-/* Readers that come and go while steps end: each connection is let go, and none is touched after.
- */
+/* Readers that come and go while steps end: each connection is let go, and none is touched
+ * after.
+ * */
 struct reader {
     struct server *s;
     uint64_t seed;

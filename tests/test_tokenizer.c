@@ -1,6 +1,6 @@
-/* The tokenizer as a whole: the reference's ids and text, and what callers rely on. The pitfalls
- * of the fixtures' README that show in ids are here and in the cases; those of the split, of NFC
- * and of merging have files of their own. */
+/* The tokenizer as a whole: the reference's ids and text, and what callers rely on. The
+ * pitfalls of the fixtures' README that show in ids are here and in the cases; those of the
+ * split, of NFC and of merging have files of their own. */
 #include "tokenizer/util.h"
 
 #include <sys/resource.h>

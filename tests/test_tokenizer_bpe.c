@@ -1,5 +1,5 @@
-/* Merging, held to the plainest program for it: over and over, look at all neighbours, find each pair
- * in the list of merges, and join the first of the lowest rank. */
+/* Merging, held to the plainest program for it: over and over, look at all neighbours, find
+ * each pair in the list of merges, and join the first of the lowest rank. */
 #include "leaks.h"
 #include "tokenizer/random_vocab.h"
 
@@ -202,7 +202,8 @@ static void close_real(struct real *x)
     free(x->merges);
 }
 
-/* Soup of the vocabulary's own tokens, which makes merges meet; also longer than scanning takes. */
+/* Soup of the vocabulary's own tokens, which makes merges meet; also longer than scanning
+ * takes. */
 Test(tokenizer_bpe, demo_vocabulary)
 {
     struct real x;
@@ -278,8 +279,8 @@ Test(tokenizer_bpe, tokens_looked_up_whole_qwen)
     tokenizer_free(t);
 }
 
-/* A token that its own merges do not make: "ab" has a rank after "bc", so "abc" is never made from
- * its text. Lookup of a whole piece would find it, were it not left out. */
+/* A token that its own merges do not make: "ab" has a rank after "bc", so "abc" is never made
+ * from its text. Lookup of a whole piece would find it, were it not left out. */
 Test(tokenizer_bpe, a_token_that_merges_do_not_make)
 {
     struct vocab *v = malloc(sizeof(*v));
@@ -300,8 +301,9 @@ Test(tokenizer_bpe, a_token_that_merges_do_not_make)
     free(v);
 }
 
-/* Vocabulary by vocabulary, the pieces of a cut have the ids of the whole. That bpe_encode agrees with
- * merging is above; here, that cuts are found at all, so that the test above tests them. */
+/* Vocabulary by vocabulary, the pieces of a cut have the ids of the whole. That bpe_encode
+ * agrees with merging is above; here, that cuts are found at all, so that the test above tests
+ * them. */
 Test(tokenizer_bpe, cuts_are_found)
 {
     struct vocab *v = malloc(sizeof(*v));

@@ -230,7 +230,8 @@ Test(tokenizer_load, forms_that_mean_the_same)
     expect_loaded("\"special\":true", "\"special\":false");
 }
 
-/* An id far beyond the others: the table is as long, within its bound, and the gap has no tokens. */
+/* An id far beyond the others: the table is as long, within its bound, and the gap has no
+ * tokens. */
 Test(tokenizer_load, gaps_between_ids)
 {
     struct tokenizer *t;

@@ -1,5 +1,5 @@
-/* NFC, held to utf8proc_map over the whole of each run between inert code points: no quick check, no
- * sorting of ours. The fixtures say that this gives the reference's text. */
+/* NFC, held to utf8proc_map over the whole of each run between inert code points: no quick
+ * check, no sorting of ours. The fixtures say that this gives the reference's text. */
 #include "tokenizer/util.h"
 
 #include <utf8proc.h>

@@ -86,8 +86,8 @@ static void add_class(struct buf *out, const struct char_table *c, uint8_t flags
     }
 }
 
-/* The pattern with \p{L}, \p{M}, \p{N}, \s and \S as the table has them: \p{L} becomes ranges, in
- * or out of brackets. */
+/* The pattern with \p{L}, \p{M}, \p{N}, \s and \S as the table has them: \p{L} becomes ranges,
+ * in or out of brackets. */
 static void add_pattern(struct buf *out, const struct char_table *c, const char *pattern)
 {
     static const struct {
@@ -179,7 +179,8 @@ static void assert_same(const struct char_table *c, enum split_family family,
     cr_assert_fail("family %d splits this in another way than PCRE2", family);
 }
 
-/* Characters that the alternatives tell apart, and some of each class from each length of UTF-8. */
+/* Characters that the alternatives tell apart, and some of each class from each length of
+ * UTF-8. */
 static const uint32_t specials[] = {
     '\'',   '\'',     's',     't',     'r',     'e',     'v',     'm',     'l',    'd',
     'S',    'L',      ' ',     ' ',     ' ',     '\t',    '\n',    '\n',    '\r',   '!',
@@ -377,8 +378,8 @@ Test(tokenizer_split, blanks_and_line_ends)
     }
 }
 
-/* Where the families differ: \p{M} joins words and leaves signs in Qwen3.5, but may also be the one
- * character before a word. */
+/* Where the families differ: \p{M} joins words and leaves signs in Qwen3.5, but may also be the
+ * one character before a word. */
 Test(tokenizer_split, marks)
 {
     expect_split(SPLIT_QWEN2, "a" S "\xcc\x81"
@@ -396,7 +397,8 @@ Test(tokenizer_split, new_letters)
     expect_split(SPLIT_QWEN2, "\xe1\xb2\x89" S "(int");
 }
 
-/* 20 million blanks before something else: PCRE2's default match limit would be an error here. */
+/* 20 million blanks before something else: PCRE2's default match limit would be an error
+ * here. */
 Test(tokenizer_split, long_runs)
 {
     struct char_table c;

@@ -1,4 +1,5 @@
-/* One tokenizer, several threads: ids and text are those of one thread, and TSan sees no race. */
+/* One tokenizer, several threads: ids and text are those of one thread, and TSan sees no
+ * race. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,7 +23,8 @@ static const char *const texts[] = {
 static const struct tokenizer *tokenizer;
 static int32_t *want_ids[N_TEXTS], n_want[N_TEXTS];
 
-/* Encodes and decodes all texts; adds one to *n_wrong for each that comes out in another way. */
+/* Encodes and decodes all texts; adds one to *n_wrong for each that comes out in another
+ * way. */
 static void *work(void *n_wrong)
 {
     for (int i = 0; i < N_ROUNDS * N_TEXTS; i++) {

@@ -20,7 +20,8 @@ static const unsigned char table_3_7[][8] = {
     {0xf4, 0xf4, 0x80, 0x8f, 0x80, 0xbf, 0x80, 0xbf},
 };
 
-/* The length that a row of the table has, and how many of the n bytes at p are in its ranges. */
+/* The length that a row of the table has, and how many of the n bytes at p are in its
+ * ranges. */
 static size_t match_row(const unsigned char *row, const unsigned char *p, size_t n,
                         size_t *length)
 {
@@ -135,8 +136,8 @@ Test(utf8, maximal_subparts)
     EXPECT_DECODED(R, R);
 }
 
-/* Bytes in pieces of any size decode as the whole. Only a cut character is ever held, and the two
- * bytes of a surrogate that Python's incremental decoder holds too. */
+/* Bytes in pieces of any size decode as the whole. Only a cut character is ever held, and the
+ * two bytes of a surrogate that Python's incremental decoder holds too. */
 Test(utf8, any_cut_gives_the_same_text)
 {
     struct rng r = {7};

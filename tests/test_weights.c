@@ -52,8 +52,9 @@ static void rig_close(struct rig *r)
     arch_fini(&r->a);
 }
 
-/* Families x experts one by one or fused x prefixes x head there or not (whatever the flag says)
- * x dtypes x alignments of the data x a backend that keeps mapped embeddings or copies. */
+/* Families x experts one by one or fused x prefixes x head there or not (whatever the flag
+ * says) x dtypes x alignments of the data x a backend that keeps mapped embeddings or
+ * copies. */
 Test(weights, every_layout)
 {
     int n_mapped = 0, n_unaligned = 0;
@@ -161,8 +162,8 @@ Test(weights, all_halves)
     rig_close(&r);
 }
 
-/* Fault 32: query and gate are not the halves of q_proj. One head hot: its query rows are 1, its
- * gate rows 2, all others 0. */
+/* Fault 32: query and gate are not the halves of q_proj. One head hot: its query rows are 1,
+ * its gate rows 2, all others 0. */
 Test(weights, fault_32_query_and_gate_by_head)
 {
     struct variant v = {.dtypes = ALL_F32};

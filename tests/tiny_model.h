@@ -7,8 +7,8 @@
 #include <string.h>
 #include <unistd.h>
 
-/* A folder with the config.json of a model as small as the backends take, of both kinds of layers:
- * cases count here, not depth. The caller removes it. */
+/* A folder with the config.json of a model as small as the backends take, of both kinds of
+ * layers: cases count here, not depth. The caller removes it. */
 static inline void tiny_make(char dir[64])
 {
     static const char config[] =

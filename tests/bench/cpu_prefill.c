@@ -2,9 +2,10 @@
  *
  * cpu_prefill MODEL_DIR file|dummy THREADS REPEATS NxLEN...   (8x256: 8 prompts of 256 tokens)
  *
- * One JSON line a shape: seconds (median over repeats, each on other tokens), tok/s, and the next
- * token of the first prompt of the first repeat, so that a driver can check what ran. Token t of
- * prompt p of repeat r is (7919 * (t + 1) + 104729 * (p + 1) + 1299709 * r) % vocab. */
+ * One JSON line a shape: seconds (median over repeats, each on other tokens), tok/s, and the
+ * next token of the first prompt of the first repeat, so that a driver can check what ran.
+ * Token t of prompt p of repeat r is (7919 * (t + 1) + 104729 * (p + 1) + 1299709 * r) %
+ * vocab. */
 #include <stdio.h>
 
 #include "../model_fixture.h"

@@ -3,9 +3,10 @@
  *   tests/bench/export FOLDER [tokens] [folder to write to]
  *
  * FOLDER has a checkpoint, or config.json alone; TEST_BACKEND=cuda on a card. One thread, as a
- * worker of the daemon: copy is the pools' copy to a stage alone; export adds the file's form and
- * the checksum; import reads, checks, packs and copies. With a folder: written and synced, against
- * the same bytes written and synced. Bars: 80% of the slower of copy and disk. The best of five. */
+ * worker of the daemon: copy is the pools' copy to a stage alone; export adds the file's form
+ * and the checksum; import reads, checks, packs and copies. With a folder: written and synced,
+ * against the same bytes written and synced. Bars: 80% of the slower of copy and disk. The best
+ * of five. */
 #include "config.h"
 
 #include <fcntl.h>

@@ -1,8 +1,9 @@
 /* Times one product at a time, on request, so that a driver can race it against another library
  * (gemm_torch.py). usage: gemm THREADS, then lines "M K N DTYPE KERNEL MATS RUNS" on stdin:
- * [M, K] times a DTYPE (f32, bf16, f16) weight [N, K] by KERNEL (plain, avx2, avx512, amx; auto:
- * the pool's own choice), going through MATS different weights. Each is answered by one line:
- * "KERNEL BEST MEDIAN" in seconds for one product, or "- 0 0" when the machine lacks the kernel. */
+ * [M, K] times a DTYPE (f32, bf16, f16) weight [N, K] by KERNEL (plain, avx2, avx512, amx;
+ * auto: the pool's own choice), going through MATS different weights. Each is answered by one
+ * line: "KERNEL BEST MEDIAN" in seconds for one product, or "- 0 0" when the machine lacks the
+ * kernel. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

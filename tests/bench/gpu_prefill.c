@@ -1,17 +1,19 @@
 /* Prefill speed of whole models through the engine, and where the time goes.
  *
- * gpu_prefill MODEL_DIR LAYERS REPEATS [table|readback|direct|keep|all] NxLEN...   (8x1024: 8 of 1024)
+ * gpu_prefill MODEL_DIR LAYERS REPEATS [table|readback|direct|keep|all] NxLEN...   (8x1024: 8
+ * of 1024)
  *
- * Dummy weights; LAYERS 0 takes the model's own number. Each shape prints a line: wall time from
- * the first push to the last end (median), the device's time of its steps, the host's time of a
- * launch, and the gap between steps of one run on the device's clock. With `table` a traced run
- * follows: milliseconds, bytes, FLOP and the share of the roofline by operation, from the shapes
- * alone. With `readback` the shape runs twice, as it is and with the chunk counts copied back to
- * the host in each step, as code that asks a device tensor for its list does: what that costs in
- * host time and idle device; the last steps of both go to $TRACE_DIR (if set) as files for Perfetto, as
- * GET /v1/trace gives them. With `direct` it runs again without replaying recorded steps; with `keep` again
- * with the prompts' states kept, which no prompt after it begins at. `all`
- * asks for every token's logprob. TEST_BACKEND picks the backend (cuda).
+ * Dummy weights; LAYERS 0 takes the model's own number. Each shape prints a line: wall time
+ * from the first push to the last end (median), the device's time of its steps, the host's time
+ * of a launch, and the gap between steps of one run on the device's clock. With `table` a
+ * traced run follows: milliseconds, bytes, FLOP and the share of the roofline by operation,
+ * from the shapes alone. With `readback` the shape runs twice, as it is and with the chunk
+ * counts copied back to the host in each step, as code that asks a device tensor for its list
+ * does: what that costs in host time and idle device; the last steps of both go to $TRACE_DIR
+ * (if set) as files for Perfetto, as GET /v1/trace gives them. With `direct` it runs again
+ * without replaying recorded steps; with `keep` again with the prompts' states kept, which no
+ * prompt after it begins at. `all` asks for every token's logprob. TEST_BACKEND picks the
+ * backend (cuda).
  *
  * Ceilings: ../shared/peers.md, copy 4.28 TB/s, bf16 777 TFLOP/s, one H200. */
 #include <math.h>
@@ -19,7 +21,8 @@
 
 #include "../model_fixture.h"
 
-/* A step is recorded when its shape comes for the third time, in each of two entries of a ring. */
+/* A step is recorded when its shape comes for the third time, in each of two entries of a
+ * ring. */
 enum { WARM_UPS = 6 };
 enum { MAX_REPEATS = 64, MAX_STEPS = 4096, MAX_KINDS = 48 };
 

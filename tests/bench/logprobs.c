@@ -1,6 +1,6 @@
 /* Writing whole rows of logprobs, as /v1/completions answers them with echo: offsets, numbers,
  * tokens and candidates; jansson's writer, with its tree made before, in the same run.
- *   make tests/bench/logprobs && tests/bench/logprobs TOKENIZER.json [ROWS]      default 100000 */
+ *   make tests/bench/logprobs && tests/bench/logprobs TOKENIZER.json [ROWS]  default 100000 */
 #include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>

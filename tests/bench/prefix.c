@@ -1,5 +1,5 @@
-/* Time of the tree of prompts with 100,000 kept states: what an arriving request costs, which is
- * putting its prompt in and looking for the nearest state, and what its leaving costs.
+/* Time of the tree of prompts with 100,000 kept states: what an arriving request costs, which
+ * is putting its prompt in and looking for the nearest state, and what its leaving costs.
  *
  *   tests/bench/prefix
  *

@@ -2,16 +2,17 @@
 /* What serving costs beside computing: HTTP, JSON, formatting.
  *
  *     tests/bench/serve scores MODEL [REQUESTS [CONNECTIONS]]
- * Short prompts with echo and logprobs, 5 examples and a question long, one a call: tokens a second
- * through /v1/completions beside those that the engine computes when the same requests are pushed
- * into its queue, in turns.
+ * Short prompts with echo and logprobs, 5 examples and a question long, one a call: tokens a
+ * second through /v1/completions beside those that the engine computes when the same requests
+ * are pushed into its queue, in turns.
  *
  *     tests/bench/serve overhead MODEL [CONNECTIONS]
- * An engine that sleeps, as the host does while a GPU computes: steps of 8192 tokens and 24 ms, which
- * is a small model's rate on an H200. Microseconds of a request's time that no step and no queue
- * explains: from the client's send to the push into the queue, and from the step's end to the last
- * byte at the client; where the answers of a step come at once, and where each prompt has a time of
- * its own. Everything is in one process on this machine, the client too. */
+ * An engine that sleeps, as the host does while a GPU computes: steps of 8192 tokens and 24 ms,
+ * which is a small model's rate on an H200. Microseconds of a request's time that no step and
+ * no queue explains: from the client's send to the push into the queue, and from the step's end
+ * to the last byte at the client; where the answers of a step come at once, and where each
+ * prompt has a time of its own. Everything is in one process on this machine, the client
+ * too. */
 #include <errno.h>
 #include <fcntl.h>
 #include <semaphore.h>
@@ -408,8 +409,8 @@ static void sleep_in_steps(struct server *s)
     }
 }
 
-/* Each has a time of its own, between one and a half and four and a half steps, so that the rate is
- * as above. */
+/* Each has a time of its own, between one and a half and four and a half steps, so that the
+ * rate is as above. */
 static void sleep_apart(struct server *s)
 {
     struct request *held[MAX_CONNECTIONS];

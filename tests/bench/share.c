@@ -1,10 +1,12 @@
-/* What sharing a prefix saves, and what keeping states costs: questions behind one context, with
- * the context computed once and computed for each, and long prompts with states kept and without.
+/* What sharing a prefix saves, and what keeping states costs: questions behind one context,
+ * with the context computed once and computed for each, and long prompts with states kept and
+ * without.
  *
  *   tests/bench/share FOLDER [context tokens] [questions] [threads]
  *
- * FOLDER has a checkpoint, or config.json alone. Bars: 90% of the limit, which is the time of the
- * context plus that of the questions' tokens behind a context they share already; 2% for states. */
+ * FOLDER has a checkpoint, or config.json alone. Bars: 90% of the limit, which is the time of
+ * the context plus that of the questions' tokens behind a context they share already; 2% for
+ * states. */
 #include <time.h>
 
 #include "../model_fixture.h"
@@ -94,8 +96,8 @@ static int by_double(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
-/* A prompt alone, whose end is 62 tokens behind the last place where a state may lie: without the
- * cache, and with its end and one each checkpoint-tokens kept. */
+/* A prompt alone, whose end is 62 tokens behind the last place where a state may lie: without
+ * the cache, and with its end and one each checkpoint-tokens kept. */
 static void cost(struct bench *b)
 {
     int64_t n_none;

@@ -1,6 +1,6 @@
-/* tokenizer TOKENIZER.JSON FILE...: the speed of loading, of encoding each file, and of one long
- * piece, as one JSON object. A file holds texts with a NUL after each. One thread. tokenizer.py runs
- * this beside other tokenizers on the same texts. */
+/* tokenizer TOKENIZER.JSON FILE...: the speed of loading, of encoding each file, and of one
+ * long piece, as one JSON object. A file holds texts with a NUL after each. One thread.
+ * tokenizer.py runs this beside other tokenizers on the same texts. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,7 +1,7 @@
-/* A libcublasLt.so that stands before the real one and breaks it when asked to: once the file that
- * FAULTY_LT_WHEN names exists, products are written to an address that no device has. What a
- * process meets then is a fault of its device, in a step. FAULTY_LT_REAL: the real library's path.
- * tests/gpu/lost.py runs the daemon with it. */
+/* A libcublasLt.so that stands before the real one and breaks it when asked to: once the file
+ * that FAULTY_LT_WHEN names exists, products are written to an address that no device has. What
+ * a process meets then is a fault of its device, in a step. FAULTY_LT_REAL: the real library's
+ * path. tests/gpu/lost.py runs the daemon with it. */
 #include <cublasLt.h>
 #include <dlfcn.h>
 #include <stdio.h>

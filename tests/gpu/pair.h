@@ -1,8 +1,8 @@
 /* One operation on two backends: the CPU's, which is the reference, and the one under test.
  *
  * Inputs are drawn once, rounded to bf16 where they are activations, so that both sides compute
- * from the same numbers. Outputs are poisoned, with a guard behind them. What is compared is f32
- * on the host. */
+ * from the same numbers. Outputs are poisoned, with a guard behind them. What is compared is
+ * f32 on the host. */
 #ifndef PREFILLD_TESTS_PAIR_H
 #define PREFILLD_TESTS_PAIR_H
 
@@ -195,10 +195,10 @@ static double rms_of(const float *x, size_t n)
     return n ? sqrt(sum / (double)n) : 0;
 }
 
-/* Passes when |got - want| <= rel |want| + abs rms for every element, the rms being the tensor's or
- * the row's when that is larger (sums of few terms are larger than means of many, and so are their
- * roundings), and the relative error in the 2-norm is at most l2. n is a multiple of row, 0: one
- * row. Prints the first element that does not. */
+/* Passes when |got - want| <= rel |want| + abs rms for every element, the rms being the
+ * tensor's or the row's when that is larger (sums of few terms are larger than means of many,
+ * and so are their roundings), and the relative error in the 2-norm is at most l2. n is a
+ * multiple of row, 0: one row. Prints the first element that does not. */
 static bool compare_rows(const char *what, const float *got, const float *want, size_t n,
                          size_t row, double rel, double abs, double l2)
 {
@@ -258,8 +258,8 @@ struct pair_batch {
 };
 
 /* Sequences of lens with starts (NULL: 0), in shuffled slots and on shuffled pages of P tokens;
- * every second whole chunk saved, to the slots from n + 1 on; n_rows rows asked for, spread over the
- * batch. */
+ * every second whole chunk saved, to the slots from n + 1 on; n_rows rows asked for, spread
+ * over the batch. */
 static void batch_make(struct pair_batch *pb, int32_t n, const int32_t *lens,
                        const int32_t *starts, int32_t P, int32_t n_rows, int32_t vocab)
 {

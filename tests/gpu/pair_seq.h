@@ -1,11 +1,11 @@
 /* Test cases of the operations over sequences, which have pools: the gated delta rule and
  * attention; and the shapes of batches that all tests use.
  *
- * Tolerances. bf16 has 8 bits: one rounding is 2^-9 of the value. BF16_REL allows two of them (the
- * result's, and an f32 error that moves it over a tie); operations that round inside (the delta
- * rule's chunk products, the experts' middle, P of attention) have an error near 2^-9 of the
- * tensor's rms, so they are held to ABS of it and to L2 in the norm, some twice what was seen
- * (2.9e-3 to 5e-3 against f64, RESULTS-gpu.md). */
+ * Tolerances. bf16 has 8 bits: one rounding is 2^-9 of the value. BF16_REL allows two of them
+ * (the result's, and an f32 error that moves it over a tie); operations that round inside (the
+ * delta rule's chunk products, the experts' middle, P of attention) have an error near 2^-9 of
+ * the tensor's rms, so they are held to ABS of it and to L2 in the norm, some twice what was
+ * seen (2.9e-3 to 5e-3 against f64, RESULTS-gpu.md). */
 #ifndef PREFILLD_TESTS_PAIR_SEQ_H
 #define PREFILLD_TESTS_PAIR_SEQ_H
 
@@ -125,8 +125,8 @@ static bool has_state(const struct pair_batch *pb, int32_t i)
     return pb->start[i] > 0 || pb->cu[i + 1] > pb->cu[i];
 }
 
-/* The slots of some of the batch's sequences, and all that a state was saved to. Returns how many;
- * the caller frees. */
+/* The slots of some of the batch's sequences, and all that a state was saved to. Returns how
+ * many; the caller frees. */
 static int32_t slots_to_compare(const struct pair_batch *pb, int32_t **out)
 {
     int32_t n = 0, *slots = must(calloc((size_t)(pb->n + pb->n_slots), 4));

@@ -1,6 +1,6 @@
 /* Every operation of the CUDA backend against the CPU's body, through the table: random inputs,
- * poisoned outputs and workspace, T = 1, 63, 64, 65, 130 + 20 + 300 and 4096 sequences of 1 to 3
- * tokens, fresh and continued; pools, steps, and a device that is lost.
+ * poisoned outputs and workspace, T = 1, 63, 64, 65, 130 + 20 + 300 and 4096 sequences of 1 to
+ * 3 tokens, fresh and continued; pools, steps, and a device that is lost.
  *
  * `test_backend self` compares the CPU backend with itself: the harness without a card. */
 #include "cuda_impl.h"
@@ -298,8 +298,8 @@ static void test_head(int32_t vocab, int32_t n_rows, bool has_nan)
 
 /* ---- more than 2^31 elements ---- */
 
-/* Writes and reads the last slot and page of pools that a 32-bit index does not span, through the
- * calls and through a step; the first ones must stay as they were. */
+/* Writes and reads the last slot and page of pools that a 32-bit index does not span, through
+ * the calls and through a step; the first ones must stay as they were. */
 static void test_large_pools(void)
 {
     struct backend *b = &pair.b[DUT];
@@ -342,8 +342,8 @@ static void test_large_pools(void)
     ops->kv_pool_free(b, &kvs);
 }
 
-/* Slots that become copies of others, more than one launch takes; the rest stay as they were. On
- * either backend, so that what is read back must be the bits written. */
+/* Slots that become copies of others, more than one launch takes; the rest stay as they were.
+ * On either backend, so that what is read back must be the bits written. */
 static void test_state_copy(struct backend *b)
 {
     enum { N_SLOTS = 160, N_COPIES = 70 };

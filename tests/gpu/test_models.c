@@ -1,11 +1,11 @@
-/* Whole models on the GPU against the float32 answers of ../shared/fixtures: over all logprobs of a
- * folder pooled, mean and 99th percentile of the error are at most 1.1 times those of
- * transformers' own bfloat16 run (fixtures/README.md, whose figures are copied below). Prints the
- * error of the residual stream by layer, which says where a fault begins.
+/* Whole models on the GPU against the float32 answers of ../shared/fixtures: over all logprobs
+ * of a folder pooled, mean and 99th percentile of the error are at most 1.1 times those of
+ * transformers' own bfloat16 run (fixtures/README.md, whose figures are copied below). Prints
+ * the error of the residual stream by layer, which says where a fault begins.
  *
- * Reads $SRCDIR/../shared/fixtures/NAME and tests/models/demo, as the CPU's tests do; a folder's
- * goldens may be cut to ids, logprobs and hidden (tests/gpu/bundle.py). TEST_BACKEND=cpu runs the
- * harness without a card. */
+ * Reads $SRCDIR/../shared/fixtures/NAME and tests/models/demo, as the CPU's tests do; a
+ * folder's goldens may be cut to ids, logprobs and hidden (tests/gpu/bundle.py).
+ * TEST_BACKEND=cpu runs the harness without a card. */
 #include <math.h>
 
 #include "../model_fixture.h"

@@ -1,6 +1,6 @@
-/* Steps that are replayed (src/cuda_graph.c): counts are rounded up as said, a replayed step gives
- * the bits of the same step launched operation by operation, and making, dropping and making records
- * anew for more shapes than are kept takes no memory in the end. */
+/* Steps that are replayed (src/cuda_graph.c): counts are rounded up as said, a replayed step
+ * gives the bits of the same step launched operation by operation, and making, dropping and
+ * making records anew for more shapes than are kept takes no memory in the end. */
 #include <math.h>
 
 #include "../model_fixture.h"
@@ -12,8 +12,8 @@ enum {
     N_REPEATS = 8,  /* recorded at the third, in each entry of the ring */
     N_CYCLES = 8,
     WARM_CYCLES = 4, /* all records were dropped and made several times */
-    /* A record's host memory is some 0.3 MiB here: these shapes leaked once, let alone in each of the
-     * last cycles, would be far more. */
+    /* A record's host memory is some 0.3 MiB here: these shapes leaked once, let alone in each
+     * of the last cycles, would be far more. */
     MAX_GROWTH_KIB = 8 * 1024
 };
 

@@ -1,4 +1,5 @@
-/* Vocabularies for tests: small enough to load a thousand times, and stranger than released ones. */
+/* Vocabularies for tests: small enough to load a thousand times, and stranger than released
+ * ones. */
 #ifndef PREFILLD_TESTS_RANDOM_VOCAB_H
 #define PREFILLD_TESTS_RANDOM_VOCAB_H
 
@@ -88,8 +89,8 @@ static inline bool vocab_merges(const struct vocab *v, int32_t left, int32_t rig
     return false;
 }
 
-/* Characters of one to four bytes, with first and last bytes in common, so that tokens begin and end
- * inside them. */
+/* Characters of one to four bytes, with first and last bytes in common, so that tokens begin
+ * and end inside them. */
 static const char *const vocab_chars[] = {"a",
                                           "b",
                                           "c",
@@ -125,9 +126,9 @@ static inline bool vocab_has_part(const struct vocab *v, int32_t id)
     return false;
 }
 
-/* Merges of random neighbours in random text, so that they occur. A token may be made by several, and
- * its own bytes may merge to something else. Each comes after those that make its parts; when
- * `orderly` is false some change places then. */
+/* Merges of random neighbours in random text, so that they occur. A token may be made by
+ * several, and its own bytes may merge to something else. Each comes after those that make its
+ * parts; when `orderly` is false some change places then. */
 static inline void random_vocab(struct rng *r, bool orderly, struct vocab *v)
 {
     v->n = 256;
