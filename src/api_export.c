@@ -253,8 +253,5 @@ void api_session_export(struct api *a, struct exchange *x)
         api_error(a, x, status, status == 503 ? NULL : "session", why.text);
         return;
     }
-    exchange_set_look(x, look);
-    if (!exchange_set_call(x, t, on_hangup, free_export))
-        atomic_store(&t->is_gone, true);
-    exchange_notice(x);
+    exchange_start_looks(x, look, t, on_hangup, free_export);
 }

@@ -341,10 +341,7 @@ void api_session_import(struct api *a, struct exchange *x)
         api_error(a, x, status, status == 400 ? param : NULL, why.text);
         return;
     }
-    exchange_set_look(x, look);
-    if (!exchange_set_call(x, t, on_hangup, free_import))
-        atomic_store(&t->is_gone, true);
-    exchange_notice(x);
+    exchange_start_looks(x, look, t, on_hangup, free_import);
 }
 
 int64_t api_intake(void *arg, const struct exchange *x)

@@ -9,7 +9,7 @@ struct api;
 struct steps_reader;
 
 struct steps_readers {
-    pthread_mutex_t lock; /* of the list; a leaf but for the workers' list of jobs */
+    pthread_mutex_t lock; /* of the list; before http's and the workers' */
     struct steps_reader *first;
     atomic_bool is_closing;
 };

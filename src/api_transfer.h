@@ -1,6 +1,6 @@
 /* Sessions on their way out of a daemon and into it, as files (state_file.h).
  *
- * A transfer belongs to its exchange. Workers look at it, one at a time (exchange_set_look):
+ * A transfer belongs to its exchange. Workers look at it, one at a time (exchange_start_looks):
  * they bring parts into the file's form or the pools', add them up, and ask the engine for
  * copies between the pools and the transfer's stages. So it holds a few parts, whatever the
  * session's size. Only so many run at a time; one more is told to come back. */

@@ -156,9 +156,12 @@ bool exchange_stream_end(struct exchange *x, struct buf *events);
 
 /* ---- long bodies and long answers: handed on as they come ---- */
 
-/* From here on look(x) runs on a worker after each notice, never two at a time, as long as it
- * returns true: false says that it has ended x. Before the first notice. */
-void exchange_set_look(struct exchange *x, bool (*look)(struct exchange *x));
+/* Remembers call with the exchange, as exchange_set_call does; and from here on look(x) runs on
+ * a worker, soon and after each notice, never two at a time, as long as it returns true: false
+ * says that it has ended x, which may be so on return. When the client has gone already
+ * on_hangup(call) runs here. Once. */
+void exchange_start_looks(struct exchange *x, bool (*look)(struct exchange *x), void *call,
+                          void (*on_hangup)(void *call), void (*free_call)(void *call));
 /* Any thread that has a reference, or knows that look has not ended x. */
 void exchange_notice(struct exchange *x);
 /* A reference keeps x itself, for notices, beyond its end. Any thread. */

@@ -152,14 +152,21 @@ void exchange_take_body(struct exchange *x, struct buf *body)
 
 /* ---- the handler's side ---- */
 
-bool exchange_set_call(struct exchange *x, void *call, void (*on_hangup)(void *call),
+bool exchange_put_call(struct exchange *x, void *call, void (*on_hangup)(void *call),
                        void (*free_call)(void *call))
 {
-    pthread_mutex_lock(&x->http->lock);
     bool is_here = x->state != EXCHANGE_GONE;
     x->call = call;
     x->free_call = free_call;
     x->on_hangup = is_here ? on_hangup : NULL;
+    return is_here;
+}
+
+bool exchange_set_call(struct exchange *x, void *call, void (*on_hangup)(void *call),
+                       void (*free_call)(void *call))
+{
+    pthread_mutex_lock(&x->http->lock);
+    bool is_here = exchange_put_call(x, call, on_hangup, free_call);
     pthread_mutex_unlock(&x->http->lock);
     return is_here;
 }

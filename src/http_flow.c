@@ -27,17 +27,24 @@ static void run_look(struct exchange *x)
     } while (atomic_fetch_sub(&x->n_notices, seen) > seen);
 }
 
-void exchange_set_look(struct exchange *x, bool (*look)(struct exchange *x))
-{
-    pthread_mutex_lock(&x->http->lock);
-    x->look = look;
-    pthread_mutex_unlock(&x->http->lock);
-}
-
 void exchange_notice(struct exchange *x)
 {
     if (atomic_fetch_add(&x->n_notices, 1) == 0)
         exchange_post(x, run_look);
+}
+
+void exchange_start_looks(struct exchange *x, bool (*look)(struct exchange *x), void *call,
+                          void (*on_hangup)(void *call), void (*free_call)(void *call))
+{
+    exchange_ref(x); /* a notice of another may have looked, and ended x */
+    pthread_mutex_lock(&x->http->lock);
+    bool is_here = exchange_put_call(x, call, on_hangup, free_call);
+    x->look = look;
+    pthread_mutex_unlock(&x->http->lock);
+    if (!is_here)
+        on_hangup(call);
+    exchange_notice(x);
+    exchange_unref(x);
 }
 
 void exchange_file_open(struct exchange *x, const char *content_type, int64_t len)

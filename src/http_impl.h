@@ -199,6 +199,9 @@ struct exchange *exchange_new(struct http *h, struct conn *c, struct MHD_Connect
                               const char *target);
 /* An answer of http.c's own; same thread rules as exchange_reply. */
 void exchange_refuse(struct exchange *x, int status, const char *message);
+/* http.lock held. exchange_set_call. */
+bool exchange_put_call(struct exchange *x, void *call, void (*on_hangup)(void *call),
+                       void (*free_call)(void *call));
 /* Watcher: the client of owner, an exchange, has gone. */
 void exchange_hangup(void *arg, void *owner);
 /* http.lock held. The connection of x, a stream that has not ended, is being closed by

@@ -165,6 +165,7 @@ static void test_other_calls(void)
            "\"created\": 1, \"owned_by\": \"prefilld\", \"root\": \"stub-model\", "
            "\"max_model_len\": 100, \"vocab_size\": ",
            "models");
+    becomes(&s->metrics.connections, 0);
     expect(ask(s, "GET", "/metrics", ""), 200, "\nprefilld_connections 1\n", "metrics");
     expect(ask(s, "GET", "/health", ""), 200, "{\"status\": \"ok\"}", "health");
     expect(ask(s, "GET", "/ready", ""), 200, "{\"status\": \"ready\"}", "ready");

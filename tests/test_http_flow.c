@@ -126,10 +126,9 @@ static void handle(void *arg, struct exchange *x)
         f->n_wanted = atoll(exchange_query(x));
         exchange_file_open(x, "application/octet-stream", f->n_wanted);
     }
-    exchange_set_look(x, is_in ? look_in : look_out);
-    if (!exchange_set_call(x, f, on_hangup, free_flow))
-        atomic_store(&f->is_gone, true);
-    exchange_notice(x);
+    if (strcmp(f->what, "/late") == 0)
+        client_sleep_ms(50); /* bytes come, or the client goes */
+    exchange_start_looks(x, is_in ? look_in : look_out, f, on_hangup, free_flow);
 }
 
 static int64_t intake(void *arg, const struct exchange *x)
@@ -226,6 +225,36 @@ static void test_bodies(struct rng *rng)
           n_wrong);
     close(fd);
     CHECK(comes_to(&s->n_freed, n), "their calls are over");
+    server_stop(s);
+    free(data);
+}
+
+/* While a handler takes its time bytes come, and the client may go: it hears of both. */
+static void test_late_looks(struct rng *rng)
+{
+    struct server *s = server_start(config());
+    char *data = malloc(100000), want[64];
+    int fd = client_connect(s->address);
+    send_head(fd, "/late", 100000, false);
+    send_body(fd, rng, data, 100000, false);
+    struct answer a = client_read(fd, 1);
+    snprintf(want, sizeof(want), "%d %u", 100000, sum_of(2166136261u, data, 100000));
+    CHECK(a.status == 200 && strcmp(a.body, want) == 0, "a body that comes meanwhile");
+    answer_free(&a);
+    close(fd);
+    int n_gone = (int)atomic_load(&n_ended_gone);
+    fd = client_connect(s->address);
+    send_head(fd, "/late", 100000, false);
+    send_body(fd, rng, data, 5000, false);
+    client_sleep_ms(10);
+    close(fd);
+    fd = client_connect(s->address);
+    get(fd, "/late", 1000000);
+    client_sleep_ms(10);
+    close(fd);
+    CHECK(comes_to(&s->n_freed, 3) && atomic_load(&n_ended_gone) == n_gone + 2 &&
+              comes_to(&s->n_connections, 0),
+          "a client that goes meanwhile");
     server_stop(s);
     free(data);
 }
@@ -427,6 +456,7 @@ int main(int argc, char **argv)
     test_answers();
     test_deadlines();
     test_stop(&rng);
+    test_late_looks(&rng);
     test_storm(rng.s);
     return tap_done();
 }
