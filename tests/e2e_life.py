@@ -228,8 +228,11 @@ def test_framing():
                 c.send(b"POST /v1/prefill HTTP/1.1\r\nHost: t\r\nContent-Length: " + value +
                        b"\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: t\r\n\r\n")
                 text = b""
-                while data := c.sock.recv(1 << 16):
-                    text += data
+                try:
+                    while data := c.sock.recv(1 << 16):
+                        text += data
+                except ConnectionError:  # it was closed before all was read
+                    pass
                 heads = re.findall(rb"HTTP/1\.1 (\d+)", text)
                 check(set(heads) == {b"%d" % status} and len(heads) <= 2 and
                       b"\r\nConnection: close\r\n" in text, f"Content-Length: {value}", text)

@@ -14,6 +14,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "buf.h"
+
 enum { CLIENT_WAIT_MS = 5000 };
 
 struct answer {
@@ -172,6 +174,29 @@ static inline struct answer client_ask(const char *address, const char *request)
     a = client_read(fd, strncmp(request, "HEAD", 4) != 0);
     close(fd);
     return a;
+}
+
+/* Reads chunks to the end of the stream, or until the text holds `until`. Appends their bytes;
+ * returns how many chunks there were, -1 at an early end. */
+static inline int client_read_chunks(int fd, struct buf *out, const char *until)
+{
+    for (int n = 0;; n++) {
+        char line[32];
+        size_t len = 0;
+        while (len < 2 || memcmp(line + len - 2, "\r\n", 2) != 0)
+            if (len == sizeof(line) || client_recv(fd, line + len++, 1) != 1)
+                return -1;
+        size_t want = (size_t)strtoul(line, NULL, 16);
+        for (size_t got = 0; got < want + 2; got++) {
+            char c;
+            if (client_recv(fd, &c, 1) != 1)
+                return -1;
+            if (got < want)
+                buf_addc(out, c);
+        }
+        if (want == 0 || (until && buf_cstr(out) && strstr(out->data, until)))
+            return n;
+    }
 }
 
 #endif

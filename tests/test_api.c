@@ -99,7 +99,13 @@ static void test_refusals(void)
     }
     int n = sizeof(bad) / sizeof(bad[0]);
     CHECK(counted(s, OUTCOME_INVALID) == n, "each is counted as invalid");
-    /* The limit of tokens, as ids and as text, with both numbers. */
+    server_stop(s);
+}
+
+/* The limit of tokens, as ids and as text, with both numbers. */
+static void test_too_long(void)
+{
+    struct server *s = server_start(NULL);
     struct buf b;
     buf_init(&b);
     buf_adds(&b, "{\"prompt\":[1");
@@ -132,7 +138,13 @@ static void test_refusals(void)
     expect(prefill(s, buf_cstr(&b)), 400, "more than 100 tokens; at most 100",
            "a very long text");
     buf_fini(&b);
-    /* Header ids and refusals. */
+    server_stop(s);
+}
+
+/* A refusal has the id that was asked for, by header or body. */
+static void test_refused_ids(void)
+{
+    struct server *s = server_start(NULL);
     struct answer a = client_ask(s->address, "POST /v1/prefill HTTP/1.1\r\nHost: t\r\n"
                                              "X-Request-Id: h1\r\nContent-Length: 2\r\n\r\n{}");
     CHECK(answer_has(&a, "X-Request-Id", "h1"), "a refusal carries the header's id");
@@ -438,6 +450,8 @@ int main(void)
     log_init(LOG_LEVEL_WARN, NULL);
     test_answers();
     test_refusals();
+    test_too_long();
+    test_refused_ids();
     test_other_calls();
     test_loading();
     test_health();

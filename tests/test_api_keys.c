@@ -18,14 +18,18 @@ static void write_keys(const char *path, const char *text)
     close(fd);
 }
 
+/* Two keys in a new file at path, and the server. */
+static struct server *start_with_keys(char *path)
+{
+    close(mkstemp(path));
+    write_keys(path, "first-key\r\n\n  second key \n");
+    return server_start(path);
+}
+
 static void test_keys(void)
 {
     char path[] = "/tmp/prefilld-keys-XXXXXX";
-    int file = mkstemp(path);
-    if (write(file, "first-key\r\n\n  second key \n", 26) != 26)
-        printf("Bail out! write\n");
-    close(file);
-    struct server *s = server_start(path);
+    struct server *s = start_with_keys(path);
     static const struct {
         const char *header;
         int status;
@@ -53,6 +57,14 @@ static void test_keys(void)
               "key case %zu: %d", i, a.status);
         answer_free(&a);
     }
+    server_stop(s);
+    unlink(path);
+}
+
+static void test_scopes(void)
+{
+    char path[] = "/tmp/prefilld-keys-XXXXXX";
+    struct server *s = start_with_keys(path);
     expect(ask(s, "GET", "/health", ""), 200, "ok", "calls outside of /v1 need no key");
     expect(ask(s, "GET", "/v1/models", ""), 401, "authentication_error", "all of /v1 does");
     expect(ask(s, "POST", "/generate", "{}"), 401, "authentication_error",
@@ -79,18 +91,25 @@ static void test_keys(void)
     }
     expect(ask(s, "GET", "/nothing", ""), 404, "not_found", "what is not there is said to all");
     server_stop(s);
+    unlink(path);
+}
+
+static void test_files(void)
+{
+    char path[] = "/tmp/prefilld-keys-XXXXXX";
     struct api none = {0};
     struct errmsg e;
+    close(mkstemp(path));
+    write_keys(path, "one\n");
     CHECK(api_read_keys(&none, path, &e) == 0 && !api_keys_allow(none.keys, NULL),
           "keys are read");
-    file = open(path, O_WRONLY | O_TRUNC);
-    close(file);
+    write_keys(path, "\n \n");
     CHECK(api_read_keys(&none, path, &e) == ERR_INVALID && strstr(e.text, "no key"), "%s",
           e.text);
     unlink(path);
     CHECK(api_read_keys(&none, path, &e) == ERR_NOT_FOUND && strstr(e.text, path), "%s",
           e.text);
-    CHECK(api_keys_allow(none.keys, "Bearer first-key") && !api_keys_allow(none.keys, NULL),
+    CHECK(api_keys_allow(none.keys, "Bearer one") && !api_keys_allow(none.keys, NULL),
           "what cannot be read changes nothing");
     CHECK(api_read_keys(&none, NULL, &e) == 0 && api_keys_allow(none.keys, NULL),
           "no file, no keys");
@@ -317,6 +336,8 @@ int main(void)
     test_taken_away();
     test_reload_threads();
     test_keys();
+    test_scopes();
+    test_files();
     test_key_limits();
     return tap_done();
 }

@@ -63,6 +63,16 @@ static void test_shapes(void)
         s,
         "{\"prompt\":[1],\"kv_transfer_params\":{\"do_remote_decode\":true},\"max_tokens\":1}",
         "a sidecar", "\"kv_transfer_params\": {\"do_remote_prefill\": false");
+    struct answer a = complete(s, "{\"prompt\":[1],\"max_tokens\":1,\"no_such_field\":\"x\"}");
+    CHECK(a.status == 200 && answer_has(&a, "X-Prefilld-Ignored", "no_such_field"), "ignored");
+    answer_free(&a);
+    server_stop(s);
+}
+
+/* Where a text ends, and numbers of tokens asked for. */
+static void test_ids_asked_for(void)
+{
+    struct server *s = server_start(NULL);
     HOLDS(
         s,
         "{\"prompt\":[1],\"max_tokens\":3,\"stop_token_ids\":[301],\"return_token_ids\":true}",
@@ -85,9 +95,6 @@ static void test_shapes(void)
           "and only behind the prompt",
           "\"top_logprobs\": [null, {\"token_id:6\": -0.5, \"token_id:7\": -0, "
           "\"token_id:8\": -1}, {\"token_id:300\": -0.125, \"token_id:7\": -4}]");
-    struct answer a = complete(s, "{\"prompt\":[1],\"max_tokens\":1,\"no_such_field\":\"x\"}");
-    CHECK(a.status == 200 && answer_has(&a, "X-Prefilld-Ignored", "no_such_field"), "ignored");
-    answer_free(&a);
     server_stop(s);
 }
 
@@ -515,6 +522,7 @@ int main(void)
     signal(SIGPIPE, SIG_IGN);
     log_init(LOG_LEVEL_ERROR, NULL);
     test_shapes();
+    test_ids_asked_for();
     test_stop();
     test_refusals();
     test_adjustments();

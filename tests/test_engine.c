@@ -207,81 +207,86 @@ static void on_layer(void *arg, int32_t layer, const float *x)
     usleep(20000);
 }
 
+static const struct abandoned {
+    const char *name;
+    bool cancels[2], is_late, stops;
+    int n_requests, n_layers; /* seen: the embedding and so many layers */
+    enum outcome outcomes[2];
+} abandoned[] = {
+    {"cancelled alone", {true}, false, false, 1, 2, {OUTCOME_CANCELLED}},
+    {"late alone", {false}, true, false, 1, 2, {OUTCOME_DEADLINE}},
+    {"cancelled, the other stays",
+     {true, false},
+     false,
+     false,
+     2,
+     9,
+     {OUTCOME_CANCELLED, OUTCOME_OK}},
+    {"both cancelled",
+     {true, true},
+     false,
+     false,
+     2,
+     2,
+     {OUTCOME_CANCELLED, OUTCOME_CANCELLED}},
+    {"late and cancelled",
+     {false, true},
+     true,
+     false,
+     2,
+     2,
+     {OUTCOME_DEADLINE, OUTCOME_CANCELLED}},
+    {"stopped", {false}, false, true, 2, 2, {OUTCOME_ERROR, OUTCOME_ERROR}},
+};
+
+static void run_abandoned(const struct abandoned *t, uint64_t seed)
+{
+    struct fixture f;
+    struct rng rng = {seed};
+    atomic_int done = 0;
+    struct mishap m = {.f = &f, .is_late = t->is_late, .stops = t->stops};
+    char dir[512];
+    fixture_path(dir, "tests/models/demo");
+    struct model_options o = {
+        .max_step_tokens = 128, .max_seqs = 4, .kv_tokens = 1024, .state_slots = 3};
+    struct engine_config c = {.max_waiting = 8};
+    struct errmsg e;
+    if (fixture_open(&f, dir, &o, 2) != 0 || fixture_open_engine(&f, &c) != 0)
+        exit(1);
+    model_set_tap(f.model, on_layer, &m);
+    for (int k = 0; k < t->n_requests; k++) {
+        m.r[k] = new_request(&f, &rng, &done, 40);
+        m.r[k]->item.priority = 0;
+        m.cancels[k] = t->cancels[k];
+        if (k == 0 && m.is_late)
+            m.r[k]->item.deadline_us = request_now_us() + 300000;
+        queue_push(f.queue, m.r[k]);
+    }
+    engine_start(f.engine, &e);
+    atomic_store(&m.is_started, true);
+    for (int turn = 0; turn < 50000 && atomic_load(&done) < t->n_requests; turn++)
+        usleep(100);
+    if (m.stops)
+        pthread_join(m.stopper, NULL);
+    engine_stop(f.engine);
+    bool is_right = atomic_load(&done) == t->n_requests;
+    for (int k = 0; k < t->n_requests; k++)
+        is_right &= m.r[k]->outcome == t->outcomes[k];
+    CHECK(is_right && m.n_layers_seen == t->n_layers, "%s: %d of %d layers", t->name,
+          m.n_layers_seen - 1, f.arch.n_layers);
+    CHECK(pools_are_full(&f), "%s: pools are full again", t->name);
+    for (int k = 0; k < t->n_requests; k++)
+        request_unref(m.r[k]);
+    fixture_close(&f);
+}
+
 /* A step that nobody waits for any more ends at its next layer; one that somebody waits for
  * runs to its end. A step of 8,192 tokens takes most of a minute on two cores with a 0.8B
  * model: a deadline, a hang-up and a second SIGTERM used to wait for it. */
 static void test_abandoned(void)
 {
-    static const struct {
-        const char *name;
-        bool cancels[2], is_late, stops;
-        int n_requests, n_layers; /* seen: the embedding and so many layers */
-        enum outcome outcomes[2];
-    } cases[] = {
-        {"cancelled alone", {true}, false, false, 1, 2, {OUTCOME_CANCELLED}},
-        {"late alone", {false}, true, false, 1, 2, {OUTCOME_DEADLINE}},
-        {"cancelled, the other stays",
-         {true, false},
-         false,
-         false,
-         2,
-         9,
-         {OUTCOME_CANCELLED, OUTCOME_OK}},
-        {"both cancelled",
-         {true, true},
-         false,
-         false,
-         2,
-         2,
-         {OUTCOME_CANCELLED, OUTCOME_CANCELLED}},
-        {"late and cancelled",
-         {false, true},
-         true,
-         false,
-         2,
-         2,
-         {OUTCOME_DEADLINE, OUTCOME_CANCELLED}},
-        {"stopped", {false}, false, true, 2, 2, {OUTCOME_ERROR, OUTCOME_ERROR}},
-    };
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
-        struct fixture f;
-        struct rng rng = {i};
-        atomic_int done = 0;
-        struct mishap m = {.f = &f, .is_late = cases[i].is_late, .stops = cases[i].stops};
-        char dir[512];
-        fixture_path(dir, "tests/models/demo");
-        struct model_options o = {
-            .max_step_tokens = 128, .max_seqs = 4, .kv_tokens = 1024, .state_slots = 3};
-        struct engine_config c = {.max_waiting = 8};
-        struct errmsg e;
-        if (fixture_open(&f, dir, &o, 2) != 0 || fixture_open_engine(&f, &c) != 0)
-            exit(1);
-        model_set_tap(f.model, on_layer, &m);
-        for (int k = 0; k < cases[i].n_requests; k++) {
-            m.r[k] = new_request(&f, &rng, &done, 40);
-            m.r[k]->item.priority = 0;
-            m.cancels[k] = cases[i].cancels[k];
-            if (k == 0 && m.is_late)
-                m.r[k]->item.deadline_us = request_now_us() + 300000;
-            queue_push(f.queue, m.r[k]);
-        }
-        engine_start(f.engine, &e);
-        atomic_store(&m.is_started, true);
-        for (int t = 0; t < 50000 && atomic_load(&done) < cases[i].n_requests; t++)
-            usleep(100);
-        if (m.stops)
-            pthread_join(m.stopper, NULL);
-        engine_stop(f.engine);
-        bool is_right = atomic_load(&done) == cases[i].n_requests;
-        for (int k = 0; k < cases[i].n_requests; k++)
-            is_right &= m.r[k]->outcome == cases[i].outcomes[k];
-        CHECK(is_right && m.n_layers_seen == cases[i].n_layers, "%s: %d of %d layers",
-              cases[i].name, m.n_layers_seen - 1, f.arch.n_layers);
-        CHECK(pools_are_full(&f), "%s: pools are full again", cases[i].name);
-        for (int k = 0; k < cases[i].n_requests; k++)
-            request_unref(m.r[k]);
-        fixture_close(&f);
-    }
+    for (size_t i = 0; i < sizeof(abandoned) / sizeof(abandoned[0]); i++)
+        run_abandoned(&abandoned[i], i);
 }
 
 int main(void)

@@ -229,6 +229,48 @@ static void test_bodies(struct rng *rng)
     free(data);
 }
 
+/* Streams that end when their client has not read them: cut behind a whole event, or, when
+ * little is left, not at all. */
+static void test_cut(void)
+{
+    static const char last[] =
+        "data: {\"error\": {\"message\": \"the server is shutting down\"";
+    static const char done[] = "}}\n\ndata: [DONE]\n\n";
+    const size_t event_len = strlen("data: \n\n") + EVENT_DIGITS;
+    char dir[] = "/tmp/prefilld-http-XXXXXX", address[64];
+    const char *listen[1] = {address};
+    struct http_config c = server_config();
+    if (!mkdtemp(dir))
+        printf("Bail out! mkdtemp\n");
+    snprintf(address, sizeof(address), "unix:%s/s", dir);
+    c.listen = listen;
+    struct server *s = server_start(c);
+    int fd = client_connect(s->address);
+    client_sends(fd, "GET /events HTTP/1.1\r\n" HOST "\r\n");
+    struct answer a = client_read(fd, 0);
+    CHECK(a.status == 200, "a stream begins");
+    answer_free(&a);
+    http_quiesce(s->http);
+    CHECK(!http_flush(s->http, client_now_ms() * 1000 + 50000), "its client does not read");
+    http_cut(s->http);
+    http_cut(s->http);
+    struct buf b;
+    buf_init(&b);
+    CHECK(client_read_chunks(fd, &b, NULL) > 0 && buf_cstr(&b), "it ends");
+    const char *end = b.data ? strstr(b.data, last) : NULL;
+    size_t n = end ? (size_t)(end - b.data) / event_len : 0;
+    bool is_right = end && (size_t)(end - b.data) == n * event_len && n > 0 && n < N_EVENTS &&
+                    strcmp(b.data + b.len - strlen(done), done) == 0 && !strstr(end + 1, last);
+    for (size_t i = 0; is_right && i < n; i++)
+        is_right = strtoul(b.data + i * event_len + strlen("data: "), NULL, 10) == i;
+    CHECK(is_right, "an error is the last event, behind %zu whole ones", n);
+    CHECK(http_flush(s->http, client_now_ms() * 1000 + 3000000), "nothing is left");
+    buf_fini(&b);
+    close(fd);
+    server_stop(s);
+    rmdir(dir);
+}
+
 /* While a handler takes its time bytes come, and the client may go: it hears of both. */
 static void test_late_looks(struct rng *rng)
 {
@@ -457,6 +499,7 @@ int main(int argc, char **argv)
     test_deadlines();
     test_stop(&rng);
     test_late_looks(&rng);
+    test_cut();
     test_storm(rng.s);
     return tap_done();
 }

@@ -231,68 +231,6 @@ static void test_slow_reader(void)
     server_stop(s);
 }
 
-/* Reads a chunked body to its end: true, or to the end of the connection. */
-static bool read_chunked(int fd, struct buf *out)
-{
-    for (;;) {
-        char line[32];
-        size_t len = 0;
-        while (len < 2 || memcmp(line + len - 2, "\r\n", 2) != 0)
-            if (len == sizeof(line) || client_recv(fd, line + len++, 1) != 1)
-                return false;
-        size_t want = (size_t)strtoul(line, NULL, 16);
-        buf_reserve(out, want + 2);
-        for (size_t got = 0; got < want + 2;) {
-            ssize_t n = client_recv(fd, out->data + out->len + got, want + 2 - got);
-            if (n <= 0)
-                return false;
-            got += (size_t)n;
-        }
-        out->len += want;
-        if (want == 0)
-            return true;
-    }
-}
-
-/* Streams that end when their client has not read them: cut behind a whole event, or, when
- * little is left, not at all. */
-static void test_cut(const char *dir)
-{
-    static const char last[] =
-        "data: {\"error\": {\"message\": \"the server is shutting down\"";
-    static const char done[] = "}}\n\ndata: [DONE]\n\n";
-    const size_t event_len = strlen("data: \n\n") + EVENT_DIGITS;
-    char address[300];
-    const char *listen[1] = {address};
-    struct http_config c = server_config();
-    snprintf(address, sizeof(address), "unix:%s/cut.sock", dir);
-    c.listen = listen;
-    struct server *s = server_start(c);
-    int fd = client_connect(s->address);
-    client_sends(fd, "GET /events HTTP/1.1\r\n" HOST "\r\n");
-    struct answer a = client_read(fd, 0);
-    CHECK(a.status == 200, "a stream begins");
-    answer_free(&a);
-    http_quiesce(s->http);
-    CHECK(!http_flush(s->http, client_now_ms() * 1000 + 50000), "its client does not read");
-    http_cut(s->http);
-    http_cut(s->http);
-    struct buf b;
-    buf_init(&b);
-    CHECK(read_chunked(fd, &b) && buf_cstr(&b), "it ends");
-    const char *end = b.data ? strstr(b.data, last) : NULL;
-    size_t n = end ? (size_t)(end - b.data) / event_len : 0;
-    bool is_right = end && (size_t)(end - b.data) == n * event_len && n > 0 && n < N_EVENTS &&
-                    strcmp(b.data + b.len - strlen(done), done) == 0 && !strstr(end + 1, last);
-    for (size_t i = 0; is_right && i < n; i++)
-        is_right = strtoul(b.data + i * event_len + strlen("data: "), NULL, 10) == i;
-    CHECK(is_right, "an error is the last event, behind %zu whole ones", n);
-    CHECK(http_flush(s->http, client_now_ms() * 1000 + 3000000), "nothing is left");
-    buf_fini(&b);
-    close(fd);
-    server_stop(s);
-}
-
 /* ---- limits ---- */
 
 static void test_connection_limit(void)
@@ -459,17 +397,24 @@ static void test_addresses(const char *dir)
     CHECK(open_fails(address, "another process listens"), "a path in use is refused");
     CHECK(open_fails(s->address, "in use"), "a port in use is refused");
     server_stop(s);
+}
 
+/* A socket that nobody listens at is taken over; a file is not. */
+static void test_stale_path(const char *dir)
+{
+    char path[200], address[220];
+    snprintf(path, sizeof(path), "%s/s", dir);
+    snprintf(address, sizeof(address), "unix:%s", path);
     int stale = socket(AF_UNIX, SOCK_STREAM, 0);
     struct sockaddr_un sa = {.sun_family = AF_UNIX};
     memcpy(sa.sun_path, path, strlen(path) + 1);
     CHECK(bind(stale, (struct sockaddr *)&sa, sizeof(sa)) == 0, "a socket is left behind");
     close(stale);
     const char *one[] = {address};
+    struct http_config c = server_config();
     c.listen = one;
-    c.n_listen = 1;
-    s = server_start(c);
-    a = client_ask(address, "GET /unix HTTP/1.1\r\n" HOST "\r\n");
+    struct server *s = server_start(c);
+    struct answer a = client_ask(address, "GET /unix HTTP/1.1\r\n" HOST "\r\n");
     CHECK(a.status == 200, "and its path is taken over");
     answer_free(&a);
     server_stop(s);
@@ -478,6 +423,10 @@ static void test_addresses(const char *dir)
     fclose(f);
     CHECK(open_fails(address, "not a socket"), "a path that is a file is refused");
     unlink(path);
+}
+
+static void test_other_addresses(void)
+{
     CHECK(open_fails("127.0.0.1", "ADDR:PORT"), "no port");
     CHECK(open_fails("127.0.0.1:70000", "65535"), "a port too large");
     CHECK(open_fails("::1:80", "ADDR6"), "IPv6 without brackets");
@@ -489,9 +438,10 @@ static void test_addresses(const char *dir)
         tap_skip("IPv6", "this machine has none");
     } else {
         const char *six[] = {"[::1]:0"};
+        struct http_config c = server_config();
         c.listen = six;
-        s = server_start(c);
-        a = client_ask(s->address, "GET /six HTTP/1.1\r\n" HOST "\r\n");
+        struct server *s = server_start(c);
+        struct answer a = client_ask(s->address, "GET /six HTTP/1.1\r\n" HOST "\r\n");
         CHECK(a.status == 200, "IPv6: %s", s->address);
         answer_free(&a);
         server_stop(s);
@@ -588,12 +538,13 @@ int main(void)
     test_deadlines();
     test_idle(dir);
     test_slow_reader();
-    test_cut(dir);
     test_connection_limit();
     test_full_pool();
     test_close_with_suspended();
     test_drain();
     test_addresses(dir);
+    test_stale_path(dir);
+    test_other_addresses();
     test_storm();
     rmdir(dir);
     return tap_done();

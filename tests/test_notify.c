@@ -80,7 +80,8 @@ static void test_messages(const char *path)
     notify_close(&n);
 }
 
-static void test_watchdog(const char *path)
+/* When there is a watchdog, and of what interval. */
+static void test_watchdog_terms(const char *path)
 {
     char pid[16];
     struct errmsg e;
@@ -105,7 +106,15 @@ static void test_watchdog(const char *path)
               (long long)n.watchdog_us);
         notify_close(&n);
     }
+    close(fd);
+    unlink(path);
+}
 
+static void test_watchdog(const char *path)
+{
+    struct errmsg e;
+    struct notify n;
+    int fd = manager_open(path);
     notify_open(&n, path, "4000000", NULL, &e);
     int64_t now_us = 100ll * SECOND, progress_us = now_us;
     notify_tick(&n, now_us, progress_us, "");
@@ -128,7 +137,16 @@ static void test_watchdog(const char *path)
     notify_tick(&n, now_us, now_us, "");
     CHECK(strcmp(heard(fd), "WATCHDOG=1") == 0, "until there is some");
     notify_close(&n);
+    close(fd);
+    unlink(path);
+}
 
+static void test_status(const char *path)
+{
+    struct errmsg e;
+    struct notify n;
+    int64_t now_us = 100ll * SECOND;
+    int fd = manager_open(path);
     notify_open(&n, path, NULL, NULL, &e);
     notify_tick(&n, now_us, now_us, "one");
     CHECK(strcmp(heard(fd), "STATUS=one") == 0,
@@ -227,7 +245,9 @@ int main(void)
     char path[64];
     snprintf(path, sizeof(path), "/tmp/prefilld-notify-%d", (int)getpid());
     test_messages(path);
+    test_watchdog_terms(path);
     test_watchdog(path);
+    test_status(path);
     test_sockets();
     test_adopt(path);
     return tap_done();

@@ -25,29 +25,6 @@ static int ask_stream(struct server *s, const char *body)
     return ask_stream_at(s, "/v1/completions", body);
 }
 
-/* Reads chunks to the end of the stream, or until the text holds `until`. Appends their bytes;
- * returns how many chunks there were, -1 at an early end. */
-static int read_chunks(int fd, struct buf *out, const char *until)
-{
-    for (int n = 0;; n++) {
-        char line[32];
-        size_t len = 0;
-        while (len < 2 || memcmp(line + len - 2, "\r\n", 2) != 0)
-            if (len == sizeof(line) || client_recv(fd, line + len++, 1) != 1)
-                return -1;
-        size_t want = (size_t)strtoul(line, NULL, 16);
-        for (size_t got = 0; got < want + 2; got++) {
-            char c;
-            if (client_recv(fd, &c, 1) != 1)
-                return -1;
-            if (got < want)
-                buf_addc(out, c);
-        }
-        if (want == 0 || (until && buf_cstr(out) && strstr(out->data, until)))
-            return n;
-    }
-}
-
 /* The n-th event's line; it stays in a static buffer. */
 static const char *event_of(struct buf *b, int n)
 {
@@ -72,7 +49,7 @@ static void test_stream(void)
               answer_header(&a, "X-Request-Id"),
           "a stream begins: %s", a.head);
     answer_free(&a);
-    int n = read_chunks(fd, &b, NULL);
+    int n = client_read_chunks(fd, &b, NULL);
     CHECK(n > 0, "it ends: %s", buf_cstr(&b));
     CHECK(strstr(event_of(&b, 0), "data: {\"id\": \"cmpl-pf-") == event_of(&b, 0) &&
               strstr(event_of(&b, 0), "\"tokens\": [\" ha\"]") &&
@@ -94,7 +71,7 @@ static void test_stream(void)
                        "\"logprobs\":0}");
     a = client_read(fd, 0);
     answer_free(&a);
-    read_chunks(fd, &b, NULL);
+    client_read_chunks(fd, &b, NULL);
     CHECK(strstr(event_of(&b, 0),
                  "\"text\": \"And God\", \"logprobs\": {\"text_offset\": [0, 3]") &&
               strcmp(event_of(&b, 1), "data: [DONE]") == 0,
@@ -116,7 +93,7 @@ static void read_stream(struct server *s, const char *path, const char *body, st
     CHECK(a.status == 200 && answer_has(&a, "Content-Type", "text/event-stream"), "a stream");
     answer_free(&a);
     b->len = 0;
-    int n = read_chunks(fd, b, NULL);
+    int n = client_read_chunks(fd, b, NULL);
     CHECK(n >= 0, "it ends: %s", buf_cstr(b));
     close(fd);
 }
@@ -212,9 +189,9 @@ static void test_stream_fails(void)
     struct answer a = client_read(fd, 0);
     CHECK(a.status == 200, "a stream");
     answer_free(&a);
-    read_chunks(fd, &b, "data: ");
+    client_read_chunks(fd, &b, "data: ");
     atomic_store(&s->outcome, OUTCOME_ERROR);
-    int n = read_chunks(fd, &b, NULL);
+    int n = client_read_chunks(fd, &b, NULL);
     CHECK(n >= 0 && strstr(buf_cstr(&b), "\n\ndata: {\"error\": {\"message\"") &&
               strstr(b.data, "\n\ndata: [DONE]\n\n"),
           "an error in the middle: %s", b.data);
@@ -237,7 +214,7 @@ static void test_stream_hangup(void)
         int fd = ask_stream(s, body);
         struct answer a = client_read(fd, 0);
         answer_free(&a);
-        CHECK(read_chunks(fd, &b, "data: ") >= 0, "an event has come");
+        CHECK(client_read_chunks(fd, &b, "data: ") >= 0, "an event has come");
         if (i == 0)
             close(fd);
         else
@@ -308,9 +285,9 @@ static void test_ping(void)
     struct answer a = client_read(fd, 0);
     CHECK(a.status == 200, "a ping begins the stream");
     answer_free(&a);
-    CHECK(read_chunks(fd, &b, ": ping\n\n") >= 0, "a comment");
+    CHECK(client_read_chunks(fd, &b, ": ping\n\n") >= 0, "a comment");
     atomic_store(&s->is_held, false);
-    CHECK(read_chunks(fd, &b, NULL) >= 0 && strstr(buf_cstr(&b), "\ndata: [DONE]"),
+    CHECK(client_read_chunks(fd, &b, NULL) >= 0 && strstr(buf_cstr(&b), "\ndata: [DONE]"),
           "then the rest");
     close(fd);
     buf_fini(&b);
