@@ -28,6 +28,7 @@ static void conn_start(struct http *h, struct MHD_Connection *mhd, void **contex
     struct conn *c = calloc(1, sizeof(*c));
     pthread_mutex_lock(&h->lock);
     h->n_adding--;
+    pthread_cond_broadcast(&h->changed);
     h->n_conns++;
     if (c) {
         c->http = h;
@@ -449,6 +450,7 @@ void http_add_socket(struct http *h, int fd, const void *addr, unsigned addr_len
         return;
     pthread_mutex_lock(&h->lock);
     h->n_adding--;
+    pthread_cond_broadcast(&h->changed);
     pthread_mutex_unlock(&h->lock);
 }
 
@@ -550,17 +552,23 @@ void http_quiesce(struct http *h)
     pthread_mutex_unlock(&h->lock);
 }
 
-bool http_flush(struct http *h, int64_t deadline_us)
+/* Waits until *count is 0; false when the deadline came first. */
+static bool wait_for_none(struct http *h, const int32_t *count, int64_t deadline_us)
 {
     struct timespec until = {.tv_sec = (time_t)(deadline_us / 1000000),
                              .tv_nsec = (long)(deadline_us % 1000000 * 1000)};
     int rc = 0;
     pthread_mutex_lock(&h->lock);
-    while (h->n_active > 0 && rc == 0)
+    while (*count > 0 && rc == 0)
         rc = pthread_cond_timedwait(&h->changed, &h->lock, &until);
-    bool is_done = h->n_active == 0;
+    bool is_none = *count == 0;
     pthread_mutex_unlock(&h->lock);
-    return is_done;
+    return is_none;
+}
+
+bool http_flush(struct http *h, int64_t deadline_us)
+{
+    return wait_for_none(h, &h->n_active, deadline_us);
 }
 
 void http_close(struct http *h)
@@ -568,6 +576,9 @@ void http_close(struct http *h)
     if (!h)
         return;
     http_quiesce(h);
+    /* What the watcher has given to libmicrohttpd its own thread is to begin, before this one ends
+     * it: their order is known by our lock alone. One that it drops unseen is not waited for long. */
+    wait_for_none(h, &h->n_adding, http_now_us() + 1000000);
     pthread_mutex_lock(&h->lock);
     h->is_closing = true;
     pthread_mutex_unlock(&h->lock);
