@@ -576,8 +576,8 @@ void http_close(struct http *h)
     if (!h)
         return;
     http_quiesce(h);
-    /* What the watcher has given to libmicrohttpd is to be begun by its thread before this one
-     * ends it: only our lock orders the two. One that is dropped unseen is not waited for long. */
+    /* What the watcher has given to libmicrohttpd is to be begun by its thread before this
+     * one ends it: only our lock orders the two. One dropped unseen is not waited for long. */
     wait_for_none(h, &h->n_adding, http_now_us() + 1000000);
     pthread_mutex_lock(&h->lock);
     h->is_closing = true;
