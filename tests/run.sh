@@ -119,11 +119,9 @@ build_and_check() {
     if [ "$variant" = tsan ] && setarch "$(uname -m)" -R true 2>/dev/null; then
         run="setarch $(uname -m) -R"
     fi
-    # shellcheck disable=SC2086
     # Clients, documents and the proxy are not what a sanitizer looks at.
     scripts=
-    [ "$variant" = plain ] || scripts='SCRIPT_TESTS=$(DAEMON_TESTS)'
-    [ "$variant" = tsan ] && scripts='SCRIPT_TESTS=$(THREAD_TESTS)'
+    [ "$variant" != asan ] || scripts='SCRIPT_TESTS=$(DAEMON_TESTS)'
     # shellcheck disable=SC2086
     stage "$variant: check" "$dir" timeout --foreground -k 10 $hang_s $run make -j"$jobs" $scripts check
 }
