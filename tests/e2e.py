@@ -137,6 +137,14 @@ class Conn:
         body, self.rest = self.rest[:length], self.rest[length:]
         return Answer(int(lines[0].split()[1]), headers, body)
 
+    def read_all(self, n_bytes=1 << 16, pause_s=0):
+        """Whatever comes until the other side closes."""
+        data = self.rest
+        while more := self.sock.recv(n_bytes):
+            data += more
+            time.sleep(pause_s)
+        return data
+
     def ends(self):
         """Does the connection end without another byte?"""
         try:
@@ -149,6 +157,19 @@ class Conn:
     def ask(self, method, path, body=None, headers=()):
         self.send(request(method, path, body, headers))
         return self.read(method != "HEAD")
+
+
+def chunks_of(data):
+    """What the chunks hold that follow data's header, one by one; None when the last is not there."""
+    rest, found = data.split(b"\r\n\r\n", 1)[1], []
+    while b"\r\n" in rest:
+        size, rest = rest.split(b"\r\n", 1)
+        n = int(size, 16)
+        if n == 0:
+            return found
+        found.append(rest[:n])
+        rest = rest[n + 2:]
+    return None
 
 
 def request(method, path, body=None, headers=()):

@@ -7,7 +7,7 @@ import json
 import os
 import struct
 
-from e2e import SRCDIR, Daemon, check, done, request, until
+from e2e import SRCDIR, Daemon, check, chunks_of, done, request, until
 
 with open(os.path.join(SRCDIR, "tests", "models", "demo", "heldout.txt"), encoding="utf-8") as f:
     TEXT = f.read()
@@ -21,21 +21,9 @@ def chunks(d, path, body, headers=()):
     """Status, headers, and the body as it came: a list of the chunks' bytes."""
     with d.conn() as c:
         c.send(request("POST", path, body, ["Connection: close", *headers]))
-        data = b""
-        while True:
-            more = c.sock.recv(1 << 16)
-            if not more:
-                break
-            data += more
-    head, rest = data.split(b"\r\n\r\n", 1)
-    found = []
-    while rest:
-        size, rest = rest.split(b"\r\n", 1)
-        n = int(size, 16)
-        found.append(rest[:n])
-        rest = rest[n + 2:]
-    lines = head.decode().split("\r\n")
-    return int(lines[0].split()[1]), dict(x.lower().split(": ", 1) for x in lines[1:]), found[:-1]
+        data = c.read_all()
+    lines = data.split(b"\r\n\r\n", 1)[0].decode().split("\r\n")
+    return int(lines[0].split()[1]), dict(x.lower().split(": ", 1) for x in lines[1:]), chunks_of(data)
 
 
 def vllm_reads(parts):

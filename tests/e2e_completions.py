@@ -8,9 +8,8 @@ import os
 import signal
 import struct
 import tempfile
-import time
 
-from e2e import SRCDIR, Daemon, check, done, until
+from e2e import SRCDIR, Daemon, check, chunks_of, done, until
 
 with open(os.path.join(SRCDIR, "tests", "models", "demo", "heldout.txt"), encoding="utf-8") as f:
     TEXT = f.read()
@@ -143,22 +142,13 @@ def groups(d):
 
 
 def events(d, **fields):
-    """The events of a stream, and the chunks they came in."""
+    """The events of a stream."""
     body = json.dumps(fields).encode()
     with d.conn() as c:
         c.send(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nConnection: close\r\n"
                b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        data = b""
-        while True:
-            more = c.sock.recv(1 << 16)
-            if not more:
-                break
-            data += more
-    text, rest = "", data.split(b"\r\n\r\n", 1)[1]
-    while rest:
-        size, rest = rest.split(b"\r\n", 1)
-        n = int(size, 16)
-        text, rest = text + rest[:n].decode(), rest[n + 2:]
+        data = c.read_all()
+    text = b"".join(chunks_of(data)).decode()
     lines = text.split("\n\n")
     assert lines.pop() == "" and all(x.startswith("data: ") and "\n" not in x for x in lines), text
     assert lines.pop() == "data: [DONE]", text
@@ -284,33 +274,12 @@ def begin_stream(d, n_tokens, **fields):
     return c, c.sock.recv(2000)
 
 
-def to_the_end(c, data, n_bytes=1 << 16, pause_s=0):
-    while True:
-        more = c.sock.recv(n_bytes)
-        if not more:
-            c.close()
-            return data
-        data += more
-        time.sleep(pause_s)
-
-
-def chunks_of(data):
-    """What the chunks hold that follow data's header; None when the last is not there."""
-    rest, text = data.split(b"\r\n\r\n", 1)[1], b""
-    while b"\r\n" in rest:
-        size, rest = rest.split(b"\r\n", 1)
-        if int(size, 16) == 0:
-            return text
-        text, rest = text + rest[:int(size, 16)], rest[int(size, 16) + 2:]
-    return None
-
-
 def stopping():
     """A stream is work like any other: a drain waits for it, a second signal cuts it."""
     with Daemon() as d:
         c, data = begin_stream(d, 100)
         d.signal(signal.SIGTERM)
-        data = to_the_end(c, data)
+        data += c.read_all()
         check(data.count(b"data: {") == 100 and b"data: [DONE]" in data, "drained to its end",
               data[-300:])
         check(d.wait() == 0, "then the daemon ends")
@@ -319,7 +288,7 @@ def stopping():
         d.signal(signal.SIGTERM)
         until(lambda: "why=SIGTERM" in d.log_text())
         d.signal(signal.SIGTERM)
-        data = to_the_end(c, data)
+        data += c.read_all()
         check(b'data: {"error": {"message": "the server is shutting down"' in data, "cut in words",
               data[-300:])
         check(d.wait() == 0, "and the daemon ends")
@@ -330,8 +299,8 @@ def stopping():
         until(lambda: d.metrics()["prefilld_generated_tokens_total"] > 400)
         d.signal(signal.SIGTERM)
         until(lambda: "event=drain_cut" in d.log_text())
-        data = to_the_end(c, data, 4096, 0.05)
-        events = (chunks_of(data) or b"").split(b"\n\n")
+        data += c.read_all(4096, 0.05)
+        events = b"".join(chunks_of(data) or []).split(b"\n\n")
         check(len(events) > 2 and events[-2:] == [b"data: [DONE]", b""] and
               events[-3].startswith(b'data: {"error": {"message": "the server is shutting down"') and
               all(json.loads(e.removeprefix(b"data: "))["choices"] for e in events[:-3]),

@@ -417,9 +417,7 @@ def test_steps():
         check(d.ask("GET", "/").headers["content-type"].startswith("text/html"), "the live page")
         d.signal(signal.SIGTERM)
         check(d.wait() == 0 and "event=drained" in d.log_text(), "readers do not hold up a drain")
-        raw = b""
-        while got := early.sock.recv(1 << 16):
-            raw += got
+        raw = early.read_all()
         check(raw.endswith(b"0\r\n\r\n"), "a stream ends whole", raw)
 
 
