@@ -282,8 +282,9 @@ static void test_ends(void)
         snprintf(request, sizeof(request),
                  "POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: %zu\r\n\r\n%s",
                  strlen(body), body);
-        int fd = client_connect(s->address);
+        int fd = client_connect(s->address), n_taken = atomic_load(&s->n_taken);
         client_sends(fd, request);
+        becomes(&s->n_taken, n_taken + 3);
         client_sleep_ms(60);
         close(fd);
         CHECK(becomes(&s->n_cancels, 3) && becomes(&s->n_done, 3), "hang-up %d: %d cancels", i,
