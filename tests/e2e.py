@@ -223,12 +223,17 @@ class Daemon:
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
-        if self.process.poll() is None:
+    def __exit__(self, mistake=None, *_):
+        status = self.process.poll()
+        if status is None:
             self.process.kill()
         self.process.wait()
         self.reader.join()
         self.process.stderr.close()
+        if mistake:  # a connection that ended, say: what had the daemon to say?
+            print(f"# prefilld, exit status {status}:")
+            for line in self.log[-80:]:
+                print("#", line.rstrip())
 
     def signal(self, number):
         self.process.send_signal(number)
