@@ -4,7 +4,8 @@ watchdog, drain, crash, bad configuration, reload, no network. TAP.
 
 Needs root, debootstrap and a mirror; without them it is skipped in words. Not part of make check:
 tests/run.sh runs it once. PID1_DIR (build/pid1): where the Debian is kept for the next time.
-PID1_DEB: a package to be installed there in the end, started and purged."""
+PID1_DEB: a package to be installed there in the end, started and purged. Argument: [--prepare],
+to make the Debian and no more."""
 
 import json
 import os
@@ -180,15 +181,31 @@ def remove(folder):
         return False
 
 
+def make_debian():
+    """Returns why not, or None."""
+    if os.geteuid() != 0:
+        return "not root"
+    if os.path.exists(ROOT):
+        return None
+    if not shutil.which("debootstrap"):
+        return "no debootstrap (Debian package debootstrap)"
+    # Under its name only when it is whole.
+    half = ROOT + ".part"
+    shutil.rmtree(half, ignore_errors=True)
+    os.makedirs(HOME, exist_ok=True)
+    r = run("debootstrap", "--variant=minbase", "--include=" + PACKAGES, "bookworm", half,
+            wait_s=900)
+    if r.returncode != 0:
+        return "debootstrap could not make a Debian: " + (r.stdout + r.stderr)[-200:]
+    os.rename(half, ROOT)
+    return None
+
+
 def make_root():
     """Returns why not, or None."""
-    if not os.path.exists(os.path.join(ROOT, "lib", "systemd", "systemd")):
-        shutil.rmtree(ROOT, ignore_errors=True)
-        os.makedirs(HOME, exist_ok=True)
-        r = run("debootstrap", "--variant=minbase", "--include=" + PACKAGES, "bookworm", ROOT,
-                wait_s=900)
-        if r.returncode != 0:
-            return "debootstrap could not make a Debian: " + (r.stdout + r.stderr)[-200:]
+    why = make_debian()
+    if why:
+        return why
     if os.path.exists(ROOT + "/var/lib/dpkg/info/prefilld.list"):
         run("chroot", ROOT, "dpkg", "-P", "prefilld")
     for path in ("/etc/systemd/system/prefilld.service.d", "/var/log/journal"):
@@ -364,12 +381,10 @@ def test_package(m, deb):
 
 
 def main():
-    why = None
-    if os.geteuid() != 0:
-        why = "not root"
-    elif not shutil.which("debootstrap") and not os.path.exists(ROOT):
-        why = "no debootstrap (Debian package debootstrap)"
-    why = why or make_root()
+    if sys.argv[1:] == ["--prepare"]:
+        print(make_debian() or "ready")
+        return
+    why = make_root()
     m = None
     if not why:
         try:
