@@ -6,17 +6,18 @@
  * Two kernels. gdn_prep is parallel over chunks and value heads: A, P and the gates to the
  * workspace. gdn_chain is serial over a sequence's chunks and parallel over value heads and
  * halves of V. It holds S transposed, so that every product of the chain has its A operand in
- * registers (S, R and Vn in accumulator layout, packed to bf16):
+ * registers (S, R and Vn in accumulator layout):
  *   W^T = S^T K^T, Vn^T = R^T A^T, S^T += (el Vn)^T K, O^T = eg S^T Q^T + Vn^T P^T.
- * bf16 operands, f32 sums; S, gates, decays and the inverse f32.
+ * Operands bf16, but for R and A, whose rounding showed most: they are tf32, which has float32's
+ * range (R has no bound) and half's precision. Sums f32; S, gates, decays f32.
  *
- * prep:  grid one a multiprocessor, block 3 groups of 256, shared 159 KB; a group takes units
- *   of 53 KB in turn, a chunk and head or a chunk and the heads of a key head, which share its
- *   copies. One half of a group makes A, the other P and the gates. Limit: bytes (49 KB a chunk
- *   and head, half of it K and Q). Seen: 1.5 us a unit and multiprocessor: latency.
+ * prep:  grid one a multiprocessor, block 3 groups of 256, shared 168 KB (sm_80: 2, 112 KB); a
+ *   group takes units of 56 KB in turn, a chunk and head or a chunk and the heads of a key head, which share its
+ *   copies. One half of a group makes A, the other P and the gates. Limit: bytes (51 KB a chunk
+ *   and head, two thirds of it K and Q). Seen: 1.5 us a unit and multiprocessor: latency.
  * chain: grid N * HV * 2, block 128, shared 114 KB, 2 stages of K, Q, V, A, P by cp.async.
  *   Limit: latency; 4.2 MFLOP and 57 KB from shared memory a chunk and half.
- * Both need up to 159 KB of shared memory a block: sm_80 and sm_90, not sm_86 or sm_89. They
+ * Both need up to 114 KB of shared memory a block: sm_80 and sm_90, not sm_86 or sm_89. They
  * were run on sm_90 only. On Hopper gdn_hopper.cu has the chain, and it may run beside
  * gdn_prep. */
 #include "gdn_delta.cuh"
@@ -29,8 +30,8 @@ struct __align__(1024) prep_smem
 {
     uint8_t K[2 * TILE_BYTES];
     uint8_t Q[2 * TILE_BYTES];
-    uint8_t A[TILE_BYTES];
     uint8_t P[TILE_BYTES];
+    uint8_t T[TRI_BYTES]; /* K K^T, then the inverse */
     struct gate_table gates[2];
 };
 
@@ -110,7 +111,7 @@ struct prep_ctx {
     struct prep_smem *s;
     int t, warp; /* of the warpgroup */
     bool makes_p, makes_gates;
-    int barrier; /* the group's, 3 more of the inverse's behind it */
+    int barrier; /* the group's, 2 more of the inverse's behind it */
     bool beside;
 };
 
@@ -122,7 +123,6 @@ __device__ static inline void prep_unit(const struct k_gdn_delta *a, const struc
 {
     struct prep_smem *s = c->s;
     int h = at->h, n = at->n, tok = at->tok;
-    uint8_t *tile = c->makes_p ? s->P : s->A;
     struct gdn_unit *out = (struct gdn_unit *)a->work + (int64_t)unit * share;
 #pragma unroll 1
     for (int j = 0; j < share; j++, out++) {
@@ -142,16 +142,15 @@ __device__ static inline void prep_unit(const struct k_gdn_delta *a, const struc
                       c->t);
         }
         if (c->makes_p) {
-            prep_mask_qk(g, smem_addr(tile), c->warp, acc);
-            prep_store(tile, out->P, c->warp);
+            prep_mask_qk(g, smem_addr(s->P), c->warp, acc);
+            prep_store(s->P, out->P, c->warp);
             out->gates[c->t] = g->eg[c->t];
             if (c->makes_gates)
                 gates_scan(&s->gates[*table ^ 1], at->gates);
         } else {
-            prep_store_kk(smem_addr(tile), c->warp, acc);
+            prep_store_kk(smem_addr(s->T), c->warp, acc);
             __syncwarp();
-            prep_inverse(g, smem_addr(tile), c->warp, c->barrier + 1);
-            prep_store(tile, out->A, c->warp);
+            prep_inverse(g, smem_addr(s->T), out->A, c->warp, c->barrier + 1);
         }
         *table ^= 1;
     }
@@ -177,7 +176,7 @@ __global__ static void __launch_bounds__(PREP_GROUPS *PREP_THREADS, 1)
                          (t & 127) >> 5,
                          t >= 128,
                          (t >> 5) == 4,
-                         4 * group,
+                         3 * group,
                          beside};
 #if __CUDA_ARCH__ >= 900
     /* The chain's blocks may take their places as soon as all of these have begun. */
@@ -190,7 +189,7 @@ __global__ static void __launch_bounds__(PREP_GROUPS *PREP_THREADS, 1)
     prep_load(&a, smem_addr(c.makes_p ? c.s->Q : c.s->K), c.makes_p ? a.q : a.k, &at, c.t);
     if (c.makes_gates)
         gates_scan(&c.s->gates[0], at.gates);
-    zero_rows(c.s->A, 2, 0, t, PREP_THREADS); /* what is above the diagonal stays so */
+    zero_rows(c.s->P, 1, 0, t, PREP_THREADS); /* what is above the diagonal stays so */
     cp_wait<0>();
 #if __CUDA_ARCH__ >= 900
     fence_async();
@@ -300,25 +299,20 @@ __device__ static inline void chain_step(float S[16][4], const struct chain_stag
         mm_kmajor<8>(O, sb, smem_addr(st->Q));
     }
     residual(x, smem_addr(st->V), eg, warp);
+    float y[8][4] = {};
+    mm_tri(y, x, smem_addr(st->u.A));
     uint32_t f[4][4];
 #pragma unroll
     for (int ks = 0; ks < 4; ks++)
-        frag_pack(f[ks], x[2 * ks], x[2 * ks + 1]);
-#pragma unroll
-    for (int i = 0; i < 32; i++)
-        x[i >> 2][i & 3] = 0.0f;
-    mm_kmajor<4>(x, f, smem_addr(st->u.A));
-#pragma unroll
-    for (int ks = 0; ks < 4; ks++)
-        frag_pack(f[ks], x[2 * ks], x[2 * ks + 1]);
+        frag_pack(f[ks], y[2 * ks], y[2 * ks + 1]);
 #pragma unroll
     for (int nt = 0; nt < 8; nt++) {
         float2 e = *(const float2 *)&eg[8 * nt + 2 * t],
                l = *(const float2 *)&el[8 * nt + 2 * t];
         O[nt][0] = __fmul_rn(O[nt][0], e.x), O[nt][1] = __fmul_rn(O[nt][1], e.y);
         O[nt][2] = __fmul_rn(O[nt][2], e.x), O[nt][3] = __fmul_rn(O[nt][3], e.y);
-        x[nt][0] = __fmul_rn(x[nt][0], l.x), x[nt][1] = __fmul_rn(x[nt][1], l.y);
-        x[nt][2] = __fmul_rn(x[nt][2], l.x), x[nt][3] = __fmul_rn(x[nt][3], l.y);
+        y[nt][0] = __fmul_rn(y[nt][0], l.x), y[nt][1] = __fmul_rn(y[nt][1], l.y);
+        y[nt][2] = __fmul_rn(y[nt][2], l.x), y[nt][3] = __fmul_rn(y[nt][3], l.y);
     }
     mm_kmajor<4>(O, f, smem_addr(st->u.P));
     float last = eg[63];
@@ -327,7 +321,7 @@ __device__ static inline void chain_step(float S[16][4], const struct chain_stag
         S[i >> 2][i & 3] = __fmul_rn(S[i >> 2][i & 3], last);
 #pragma unroll
     for (int ks = 0; ks < 4; ks++)
-        frag_pack(f[ks], x[2 * ks], x[2 * ks + 1]);
+        frag_pack(f[ks], y[2 * ks], y[2 * ks + 1]);
     mm_nmajor(S, f, smem_addr(st->K));
 }
 
@@ -421,7 +415,7 @@ static cudaError_t launch_prep(const struct k_gdn_delta *a, int32_t n_blocks, bo
 {
     if (a->b.n_chunks == 0)
         return cudaSuccess;
-    int n_groups = PREP_GROUPS;
+    int n_groups = a->dev->cc >= 90 ? PREP_GROUPS : PREP_GROUPS - 1; /* what has room */
     int smem = n_groups * (int)sizeof(struct prep_smem), ratio = a->d.HV / a->d.H;
     /* The heads of a key head share its copies, where there is work enough for all groups and
      * the chain does not wait for the first units. A choice for time only. */
@@ -455,10 +449,10 @@ static int32_t pick_body(const struct k_gdn_delta *a)
     int32_t n_sms = a->dev->n_sms, rounds = (a->b.n_seqs * a->d.HV * 2 + n_sms - 1) / n_sms;
     double chunks = (double)a->b.n_chunks * a->d.HV / n_sms;
     double longest = (a->b.max_len + K_CHUNK - 1) / K_CHUNK, uneven = 2.6 * chunks;
-    double split = 1.25 * (rounds > 1 && uneven > longest ? uneven : longest) + 3 * rounds + 5;
+    double split = 1.18 * (rounds > 1 && uneven > longest ? uneven : longest) + 3 * rounds + 5;
     if (!fits_beside(a))
         split += 1.5 * chunks;
-    double alone = 2.55 * longest, busy = 2.8 * chunks;
+    double alone = 2.4 * longest, busy = 2.65 * chunks;
     double fused = (alone > busy ? alone : busy) + 6;
     return split < fused ? K_GDN_SPLIT : K_GDN_FUSED;
 }

@@ -7,9 +7,9 @@
 
 enum { GDN_D = 128 };
 
-/* At work + (flat chunk * HV + value head) * sizeof; A and P as swizzled tiles. */
+/* At work + (flat chunk * HV + value head) * sizeof; A packed tf32 (triangle.cuh), P a tile. */
 struct gdn_unit {
-    uint8_t A[TILE_BYTES];
+    uint8_t A[TRI_PACKED];
     uint8_t P[TILE_BYTES];
     float gates[128]; /* eg [64] | el [64] */
     int32_t ready[2]; /* for each half of V: 1 from gdn_prep, 0 again from its reader; only

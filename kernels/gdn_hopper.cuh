@@ -76,18 +76,30 @@ __device__ static inline void state_store(const float S[16][4], float *to, int h
     }
 }
 
-/* Two neighbours of V^T - eg * W^T as an A operand holds them; the arithmetic of gdn_delta.cu's
- * residual. */
-__device__ static inline uint32_t residual2(const float w[2], uint32_t v, float2 eg)
-{
-    return pack2(fmaf(-eg.x, w[0], lo2(v)), fmaf(-eg.y, w[1], hi2(v)));
-}
-
 /* Accumulators whose columns are two tokens, each times its factor. */
 __device__ static inline void scale2(float x[4], float2 by)
 {
     x[0] = __fmul_rn(x[0], by.x), x[1] = __fmul_rn(x[1], by.y);
     x[2] = __fmul_rn(x[2], by.x), x[3] = __fmul_rn(x[3], by.y);
+}
+
+/* Factors of this thread's two tokens 8 nt + 2 t and + 1, from registers or from a table. */
+__device__ static inline float2 factor_at(const float2 e[8], int nt)
+{
+    return e[nt];
+}
+
+__device__ static inline float2 factor_at(const float *table, int nt)
+{
+    return *(const float2 *)&table[8 * nt + 2 * (threadIdx.x & 3)];
+}
+
+/* x's columns are tokens: each times its factor. */
+template <typename E> __device__ static inline void scale_tokens(float x[8][4], E by)
+{
+#pragma unroll
+    for (int nt = 0; nt < 8; nt++)
+        scale2(x[nt], factor_at(by, nt));
 }
 
 __device__ static inline void pack64(uint32_t f[4][4], const float x[8][4])
@@ -97,13 +109,82 @@ __device__ static inline void pack64(uint32_t f[4][4], const float x[8][4])
         frag_pack(f[ks], x[2 * ks], x[2 * ks + 1]);
 }
 
-/* The first n of a chunk's rows from `tile` to memory, by a warpgroup: where the tile also has
- * rows of another sequence. row: elements between two tokens. */
+/* x = S^T B^T, [64, 64]; sb: S^T packed on the way. B: two tiles. */
+__device__ static inline void wg_state(float x[8][4], uint32_t sb[8][4], const float S[16][4],
+                                       uint32_t tile)
+{
+#pragma unroll
+    for (int ks = 0; ks < 8; ks++)
+        frag_pack(sb[ks], S[2 * ks], S[2 * ks + 1]);
+    wg_fence();
+    wg_kmajor<8>(x, sb, tile, 0);
+}
+
+/* Tokens 16 C .. + 15 of R^T = V^T - eg W^T. x: W^T, then R^T; v: V^T as pairs of rows g and g +
+ * 8, of tokens 8 further likewise. */
+template <int C, typename E>
+__device__ static inline void residual16(float x[8][4], const uint32_t v[4], E eg)
+{
+#pragma unroll
+    for (int q = 0; q < 4; q++) {
+        int nt = 2 * C + (q >> 1);
+        float2 e = factor_at(eg, nt);
+        float *w = &x[nt][2 * (q & 1)];
+        w[0] = fmaf(-e.x, w[0], lo2(v[q])), w[1] = fmaf(-e.y, w[1], hi2(v[q]));
+    }
+}
+
+/* Vn^T = R^T A^T, in steps of 16 tokens: their products begin while the next ones' R is formed.
+ * x: W^T, then R^T. */
+template <int C = 0, typename E>
+__device__ static inline void wg_solve(float y[8][4], float x[8][4], const uint32_t v[4][4],
+                                       E eg, uint32_t A)
+{
+    residual16<C>(x, v[C], eg);
+    wg_fence();
+    wg_tri<C>(y, x + 2 * C, A);
+    if constexpr (C < 3)
+        wg_solve<C + 1>(y, x, v, eg, A);
+}
+
+/* The same, V^T read from a tile a step ahead; v: the first step's. */
+template <int C = 0>
+__device__ static inline void wg_solve_from(float y[8][4], float x[8][4], uint32_t v[4],
+                                            uint32_t tile, const float *eg, uint32_t A)
+{
+    residual16<C>(x, v, eg);
+    if constexpr (C < 3)
+        ldsm4_t(v, tile + (C + 1) * 2048);
+    wg_fence();
+    wg_tri<C>(y, x + 2 * C, A);
+    if constexpr (C < 3)
+        wg_solve_from<C + 1>(y, x, v, tile, eg, A);
+}
+
+/* S^T += (el Vn)^T K; y: Vn^T, then el Vn^T; f: where it is packed. K: two tiles. */
+template <typename E>
+__device__ static inline void wg_update(float S[16][4], uint32_t f[4][4], float y[8][4], E el,
+                                        uint32_t K)
+{
+    uint64_t d = desc_nmajor(K);
+#pragma unroll
+    for (int ks = 0; ks < 4; ks++) {
+        scale2(y[2 * ks], factor_at(el, 2 * ks));
+        scale2(y[2 * ks + 1], factor_at(el, 2 * ks + 1));
+        frag_pack(f[ks], y[2 * ks], y[2 * ks + 1]);
+        wg_fence();
+        wg_n128(S, f[ks], d + ks * 128);
+    }
+}
+
+/* The first n of a chunk's rows from `tile` to memory, by thread t of n_threads: where the tile
+ * also has rows of another sequence. row: elements between two tokens. */
 __device__ static inline void out_rows(const uint8_t *tile, const struct hopper_ctx *c,
-                                       int half, int chunk, int64_t row, int n, int t)
+                                       int half, int chunk, int64_t row, int n, int t,
+                                       int n_threads)
 {
     bf16 *o = c->o + half * 64 + (int64_t)chunk * K_CHUNK * row;
-    for (int i = t; i < n * 8; i += 128)
+    for (int i = t; i < n * 8; i += n_threads)
         *(uint4 *)(o + (i >> 3) * row + (i & 7) * 8) =
             *(const uint4 *)(tile + tile_off(i >> 3, i & 7));
 }

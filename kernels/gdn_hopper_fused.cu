@@ -7,56 +7,80 @@
  *   1, inverse: two warps a chunk make its gates' factors, and A in the place of K K^T;
  *   2 and 3, chain: chain and output of one half of V each, on the same K, Q, A, P.
  * K K^T, A and P never leave shared memory. K and Q of a chunk are a ring of 4, A one of 3, V
- * and P of 2: when the chain is done with chunk g - 2, P of g is made, V of g and K and Q of g
- * + 2 are loaded. The gates' factors are a ring of 5: K K^T of g - 2 was there, so the chain is
- * done with g - 5.
+ * and P of 2: when the chain is done with chunk g - 2, P of g is made and K and Q of g + 2 are
+ * loaded. O takes the place of V, so V of g + 2 comes when O of g has left. The gates' factors
+ * are a ring of 5: K K^T of g - 2 was there, so the chain is done with g - 5.
  *
- * Grid one a multiprocessor, block 512, shared 227 KB, registers 2 * 64 + 2 * 192: exactly what
+ * Grid one a multiprocessor, block 512, shared 225 KB, registers 2 * 64 + 2 * 192: exactly what
  * there is, and none spilled, for L1 is all shared memory and a spill would come from the L2.
- * Limit: tensor cores, 2560 cycles a chunk. Seen: 2.75 us a chunk with all multiprocessors busy,
+ * The code that runs again and again is 37 KB: some KB more and the warps wait for instructions
+ * (RESULTS-gpu.md), so loops stay loops where a copy would not be used by each warp.
+ * Limit: tensor cores, 2690 cycles a chunk. Seen: 2.6 us a chunk with all multiprocessors busy,
  * half of that limit's rate; all four warpgroups work most of the time and wait for their turn
- * on the tensor cores and for their own latency (RESULTS-gpu.md).
+ * on the tensor cores and for their own latency.
  *
- * A chunk's tail: rows past the sequence's end belong to another request, so gram zeroes them
- * in shared memory; its rows of O are not stored. */
+ * A chunk's tail: rows past the sequence's end belong to another request, so K's, Q's and V's
+ * are zeroed in shared memory; its rows of O are not stored. */
 #include "gdn_hopper.cuh"
 
 // ---- kernels
 
-enum { STAGES = 4, INVERSES = 3, TABLES = 5, FUSED_THREADS = 512, ITEMS = 8, ITEMS_AHEAD = 3 };
+enum {
+    STAGES = 4,
+    CHUNKS = 8,
+    INVERSES = 3,
+    TABLES = 5,
+    FUSED_THREADS = 512,
+    ITEMS = 8,
+    ITEMS_FIRST = 4,
+    ITEMS_AHEAD = 4
+};
 
 struct fused_stage {
     uint8_t K[2 * TILE_BYTES];
     uint8_t Q[2 * TILE_BYTES];
 };
 
-/* Chunk i of item k; k -1 behind the last. */
+/* A chunk of item k, -1 behind the last: what its copies need. A ring of 8: thread 0 writes g +
+ * 2 when all have read g - 3. */
 struct chunk_at {
-    int k, i;
+    int k;
+    int tok, n; /* first token, tokens */
+    int h, kh;
+};
+
+/* A chunk's gates as they came. */
+struct __align__(16) gates_raw
+{
+    float g[64], beta[64];
+    bool last; /* there is none: it was the last one before */
 };
 
 struct fused_smem {
     struct fused_stage stage[STAGES];
-    uint8_t V[2][2][TILE_BYTES];     /* a half each */
-    uint8_t A[INVERSES][TILE_BYTES]; /* K K^T before */
+    uint8_t V[2][2][TILE_BYTES];    /* a half each; then its O on its way to memory */
+    uint8_t A[INVERSES][TRI_BYTES]; /* K K^T and T before */
     uint8_t P[2][TILE_BYTES];
-    uint8_t out[2][TILE_BYTES]; /* O of each half on its way to memory */
     __align__(16) struct gate_table gates[TABLES];
-    float g[2][64], beta[2][64]; /* of each two warps' next chunk */
-    uint32_t corner[256];        /* of the chain's threads: their place in a tile of V or O */
+    struct gates_raw raw[4];
+    uint32_t corner[256]; /* of the chain's threads: their place in a tile of V or O */
     struct hopper_ctx item[ITEMS];
-    struct chunk_at at[STAGES]; /* which chunk is there; comes with it */
+    struct chunk_at at[CHUNKS]; /* which chunk is in a stage; comes with it */
     uint64_t full[STAGES];      /* 1 */
     uint64_t v_full[2];         /* 1 */
-    uint64_t gates_full[2];     /* 32 */
+    uint64_t v_free[2];         /* 2: O is on its way */
+    uint64_t raw_full[4];       /* 64 */
+    uint64_t gates_full[4];     /* 32 */
     uint64_t kk_full[INVERSES]; /* 128 */
     uint64_t a_full[INVERSES];  /* 64 */
     uint64_t p_full[2];         /* 128 */
     uint64_t free[2];           /* 256: the chain is done with the chunk */
     uint64_t item_full[ITEMS];  /* 1 */
-    uint64_t item_free[ITEMS];  /* 16: one a warp */
+    uint64_t item_free[ITEMS];  /* 14: one a warp that looks at items */
     int n_put;                  /* items put so far */
 };
+
+static_assert(sizeof(struct fused_smem) <= 232448, "shared memory of a multiprocessor");
 
 /* The k-th item of this block, or -1. Rounds go to and fro, so that who has a long one in one
  * round has a short one in the next. */
@@ -137,6 +161,18 @@ template <int N> struct place {
     }
 };
 
+/* The same from the count, where instructions are cheaper than registers. */
+template <int N> __device__ static inline uint32_t ring_parity(uint32_t g)
+{
+    return g / N & 1;
+}
+
+template <int N> __device__ static inline uint32_t ring_at(uint32_t g)
+{
+    asm volatile("" : "+r"(g));
+    return g % N;
+}
+
 /* From chunk *i of item *k to the next chunk; false after the last: items come longest first,
  * so behind one without chunks there are none. leaves: this walk is the warp's last look at
  * items. */
@@ -162,138 +198,186 @@ __device__ static inline void copy4(float *dst, const float *src, bool live)
                  : "memory");
 }
 
-/* Moves *ahead to the next chunk and begins the copies of its K and Q into stage j; one
- * thread. */
-__device__ static inline void load_kq(const struct gdn_maps *m, struct fused_smem *s,
-                                      struct chunk_at *ahead, int j)
+/* Chunk i of item k. */
+struct chunk_walk {
+    int k, i;
+};
+
+/* Moves *w to the next chunk and writes down where it is; one thread. */
+__device__ static inline void walk_ahead(struct fused_smem *s, struct chunk_walk *w,
+                                         struct chunk_at *to)
 {
-    if (ahead->k >= 0 && !walk_next(s, &ahead->k, &ahead->i, false))
-        ahead->k = -1;
-    s->at[j] = *ahead;
-    if (ahead->k < 0) {
+    if (w->k >= 0 && !walk_next(s, &w->k, &w->i, false))
+        w->k = -1;
+    to->k = w->k;
+    if (w->k < 0)
+        return;
+    const struct hopper_ctx *c = item_again(s, w->k);
+    to->tok = c->tok + w->i * K_CHUNK, to->n = rows_of(c, w->i);
+    to->h = c->h, to->kh = c->kh;
+}
+
+/* Begins the copies of K and Q of chunk g; one thread. */
+__device__ static inline void load_kq(const struct gdn_maps *m, struct fused_smem *s,
+                                      uint32_t g)
+{
+    const struct chunk_at *c = &s->at[g % CHUNKS];
+    int j = g % STAGES;
+    if (c->k < 0) {
         mbar_arrive(&s->full[j]);
         return;
     }
-    const struct hopper_ctx *c = item_again(s, ahead->k);
-    int tok = c->tok + ahead->i * K_CHUNK;
     mbar_expect(&s->full[j], sizeof s->stage[j]);
-    tma_load4(s->stage[j].K, &m->k, &s->full[j], tok, 0, c->kh);
-    tma_load4(s->stage[j].Q, &m->q, &s->full[j], tok, 0, c->kh);
+    tma_load4(s->stage[j].K, &m->k, &s->full[j], c->tok, 0, c->kh);
+    tma_load4(s->stage[j].Q, &m->q, &s->full[j], c->tok, 0, c->kh);
 }
 
-/* The same for V of the chunk in stage j, to place g & 1. */
-__device__ static inline void load_v(const struct gdn_maps *m, struct fused_smem *s, int j,
-                                     int g)
+/* The same of V of chunk g, once O of g - 2 has left its place. */
+__device__ static inline void load_v(const struct gdn_maps *m, struct fused_smem *s, uint32_t g)
 {
-    const struct hopper_ctx *c = item_again(s, s->at[j].k);
+    const struct chunk_at *c = &s->at[g % CHUNKS];
+    mbar_wait(&s->v_free[g & 1], g >> 1 & 1 ^ 1);
     mbar_expect(&s->v_full[g & 1], sizeof s->V[g & 1]);
-    tma_load4(s->V[g & 1], &m->v, &s->v_full[g & 1], c->tok + s->at[j].i * K_CHUNK, 0, c->h);
+    tma_load4(s->V[g & 1], &m->v, &s->v_full[g & 1], c->tok, 0, c->h);
 }
 
-/* The gates of chunk i of item k to place p, a warp. */
+/* Begins the copies of the gates of chunk g, chunk i of item k, or says that there is none; a
+ * warp. */
 __device__ static inline void load_gates(const struct k_gdn_delta *a, struct fused_smem *s,
-                                         int k, int i, int p)
+                                         bool live, int k, int i, int g)
 {
-    const struct hopper_ctx *c = &s->item[k % ITEMS];
-    int tok = c->tok + i * K_CHUNK, n = rows_of(c, i);
+    struct gates_raw *to = &s->raw[g & 3];
+    if (live) {
+        const struct hopper_ctx *c = item_again(s, k);
+        int tok = c->tok + i * K_CHUNK, n = rows_of(c, i);
 #pragma unroll
-    for (int r = tid_again() & 31; r < K_CHUNK; r += 32) {
-        int64_t at = (int64_t)(tok + (r < n ? r : 0)) * a->d.HV + c->h;
-        copy4(&s->g[p][r], a->g + at, r < n);
-        copy4(&s->beta[p][r], a->beta + at, r < n);
+        for (int r = tid_again() & 31; r < K_CHUNK; r += 32) {
+            int64_t at = (int64_t)(tok + (r < n ? r : 0)) * a->d.HV + c->h;
+            copy4(&to->g[r], a->g + at, r < n);
+            copy4(&to->beta[r], a->beta + at, r < n);
+        }
+        cp_arrive(&s->raw_full[g & 3]);
+    } else {
+        mbar_arrive(&s->raw_full[g & 3]);
     }
-    cp_commit();
+    to->last = !live;
+    mbar_arrive(&s->raw_full[g & 3]);
 }
 
 /* ---- gram */
 
+/* Chunk g is in its stage: its rows behind the sequence's end become zeros. False behind the last.
+ * n_left: items this warp has left. */
+__device__ static inline bool stage_enter(struct fused_smem *s, uint32_t g, int *n_left)
+{
+    int j = g % STAGES;
+    const struct chunk_at *c = &s->at[g % CHUNKS];
+    mbar_wait(&s->full[j], g / STAGES & 1);
+    int k = c->k, n = c->n;
+    if (k < 0)
+        return false;
+    if (k > *n_left)
+        item_leave(s, (*n_left)++);
+    if (n < K_CHUNK) {
+        zero_rows(s->stage[j].K, 4, n, tid_again(), 128);
+        fence_async();
+        group_sync(1);
+    }
+    return true;
+}
+
 __device__ static inline void fused_gram(const struct gdn_maps *m, struct fused_smem *s)
 {
-    int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), n_left = 0; /* items */
-    struct chunk_at ahead = {0, -1};
-    struct place<STAGES> at;
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), n_left = 0;
+    struct chunk_walk ahead = {0, -1};
     struct place<INVERSES> inv;
     struct place<TABLES> table;
-    for (int j = 0; j < 2 && tid_again() == 0; j++)
-        load_kq(m, s, &ahead, j);
-    for (int g = 0;; g++) {
-        struct fused_stage *st = &s->stage[at.at()];
-        mbar_wait(&s->full[at.at()], at.parity());
-        int k = s->at[at.at()].k;
-        if (k < 0)
-            break;
-        if (k > n_left)
-            item_leave(s, n_left++);
-        int n = rows_of(item_again(s, k), s->at[at.at()].i);
-        if (n < K_CHUNK) {
-            zero_rows(st->K, 4, n, tid_again(), 128);
-            fence_async();
-            group_sync(1);
-        }
+    for (int j = 0; j < 2 && tid_again() == 0; j++) {
+        walk_ahead(s, &ahead, &s->at[j]);
+        load_kq(m, s, j);
+        if (ahead.k >= 0)
+            load_v(m, s, j);
+    }
+    uint32_t g = 0;
+    for (; stage_enter(s, g, &n_left); g++) {
+        struct fused_stage *st = &s->stage[g % STAGES];
+        uint32_t K = smem_addr(st->K);
         float acc[8][4];
-        prep_product(acc, smem_addr(st->K), smem_addr(st->K), warp);
+        prep_product(acc, K, K, warp);
+        if (g > 2 && tid_again() == 0)
+            load_v(m, s, g - 1);
         prep_product_wait(acc);
         prep_store_kk(smem_addr(s->A[inv.at()]), warp, acc);
-        /* Before those of g + 2 can come, which K K^T lets through. */
-        mbar_wait(&s->gates_full[g & 1], g >> 1 & 1);
         mbar_arrive(&s->kk_full[inv.at()]);
-        prep_product(acc, smem_addr(st->Q), smem_addr(st->K), warp);
+        prep_product(acc, smem_addr(st->Q), K, warp);
+        /* Thread 0 is of the warp with the least to mask. */
+        if (tid_again() == 0)
+            walk_ahead(s, &ahead, &s->at[(g + 2) % CHUNKS]);
         mbar_wait(&s->free[g & 1], g >> 1 & 1 ^ 1);
-        if (tid_again() == 0) {
-            load_v(m, s, at.at(), g);
-            load_kq(m, s, &ahead, at.at() ^ 2);
-        }
+        if (tid_again() == 0)
+            load_kq(m, s, g + 2);
+        mbar_wait(&s->gates_full[g & 3], g >> 2 & 1);
         prep_product_wait(acc);
         prep_mask_qk(&s->gates[table.at()], smem_addr(s->P[g & 1]), warp, acc);
         fence_async();
         mbar_arrive(&s->p_full[g & 1]);
-        at.next(), inv.next(), table.next();
+        inv.next(), table.next();
     }
+    if (g > 2 && tid_again() == 0)
+        load_v(m, s, g - 1);
     for (; item_wait(s, n_left)->n_chunks != -2; n_left++)
         item_leave(s, n_left);
 }
 
 /* ---- inverse */
 
-/* Chunks p, p + 2, .. by warps 2 p and 2 p + 1 of the warpgroup. */
+/* Chunks p, p + 2, .. by warps 2 p and 2 p + 1 of the warpgroup: the first one begins the copies
+ * of the next one's gates while the second one makes factors of this one's; then both make A. */
 __device__ static inline void fused_inverse(const struct k_gdn_delta *a, struct fused_smem *s)
 {
-    int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5 & 3, 0), k = 0, i = -1, g = warp >> 1;
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5 & 3, 0), g = warp >> 1;
+    int k = 0, i = -1; /* the first one's next chunk */
+    bool more = true;
     struct place<INVERSES> inv;
     struct place<TABLES> table;
     if ((tid_again() & 127) == 0) {
-        for (int j = 0; j <= ITEMS_AHEAD; j++)
+        for (int j = 0; j < ITEMS_FIRST; j++)
             mbar_arrive(&s->item_full[j]);
     }
-    bool more = walk_next(s, &k, &i, true);
-    if (g) {
-        more = more && walk_next(s, &k, &i, true);
+    if (g)
         inv.next(), table.next();
+    if (!(warp & 1)) {
+#pragma unroll 1
+        for (int j = 0; j <= g; j++)
+            more = more && walk_next(s, &k, &i, true);
+        load_gates(a, s, more, k, i, g);
     }
-    if (more && (warp & 1))
-        load_gates(a, s, k, i, g);
-    for (; more; g += 2) {
-        int p = g & 1;
+    for (;; g += 2) {
         if ((tid_again() & 127) == 0)
             items_put(a, s, k + ITEMS_AHEAD);
-        more = walk_next(s, &k, &i, true) && walk_next(s, &k, &i, true);
         if (warp & 1) {
             int lane = tid_again() & 31;
-            cp_wait<0>();
-            __syncwarp();
-            float2 x = *(const float2 *)&s->g[p][2 * lane],
-                   y = *(const float2 *)&s->beta[p][2 * lane];
+            const struct gates_raw *raw = &s->raw[g & 3];
+            mbar_wait(&s->raw_full[g & 3], g >> 2 & 1);
+            if (raw->last)
+                return;
+            float2 x = *(const float2 *)&raw->g[2 * lane],
+                   y = *(const float2 *)&raw->beta[2 * lane];
             struct gate_regs r = {{x.x, x.y}, {y.x, y.y}};
             gates_scan(&s->gates[table.at()], r);
-            __syncwarp();
-            mbar_arrive(&s->gates_full[p]);
-            if (more)
-                load_gates(a, s, k, i, p);
+            mbar_arrive(&s->gates_full[g & 3]);
+        } else {
+            if (!more)
+                break;
+#pragma unroll 1
+            for (int j = 0; j < 2; j++)
+                more = more && walk_next(s, &k, &i, true);
+            load_gates(a, s, more, k, i, g + 2);
         }
-        mbar_wait(&s->gates_full[p], g >> 1 & 1);
+        mbar_wait(&s->gates_full[g & 3], g >> 2 & 1);
         mbar_wait(&s->kk_full[inv.at()], inv.parity());
         prep_inverse_pair(&s->gates[table.at()], smem_addr(s->A[inv.at()]), warp & 1,
-                          p ? 7 : 2);
+                          g & 1 ? 7 : 2);
         fence_async();
         mbar_arrive(&s->a_full[inv.at()]);
         inv.next(), inv.next();
@@ -320,57 +404,18 @@ __device__ static inline uint32_t corner_of(const struct fused_smem *s)
     return v;
 }
 
-/* This warp's V^T in accumulator layout: v[np][q] is (tokens 16 np + 8 (q / 2) .., rows
- * g + 8 (q & 1)). */
-__device__ static inline void value_at(uint32_t v[4][4], uint32_t at)
+/* Of this warp's columns of V the rows from n on, which are another request's, become zeros. */
+__device__ static inline void value_clear(uint8_t *tile, int n)
 {
-#pragma unroll
-    for (int np = 0; np < 4; np++)
-        ldsm4_t(v[np], at + np * 2048);
+    int lane = tid_again() & 31, unit = (tid_again() >> 5 & 3) * 2 + (lane & 1);
+    for (int r = n + (lane >> 1); r < K_CHUNK; r += 16)
+        *(uint4 *)(tile + tile_off(r, unit)) = make_uint4(0, 0, 0, 0);
+    __syncwarp();
 }
 
-/* f = V^T - eg * x as an A operand. */
-__device__ static inline void residual_from(uint32_t f[4][4], const float x[8][4],
-                                            const uint32_t v[4][4], const float *eg)
+/* This warp's O^T to its place in a tile [64 tokens, 64], where its V was. */
+__device__ static inline void out_put(const float O[8][4], uint32_t at)
 {
-    eg += 2 * (threadIdx.x & 3);
-#pragma unroll
-    for (int np = 0; np < 4; np++) {
-#pragma unroll
-        for (int q = 0; q < 4; q++)
-            f[np][q] = residual2(&x[2 * np + (q >> 1)][2 * (q & 1)], v[np][q],
-                                 *(const float2 *)&eg[16 * np + 8 * (q >> 1)]);
-    }
-}
-
-/* Of tokens from n on, which are another request's. */
-__device__ static inline void zero_tail(uint32_t f[4][4], int n)
-{
-    if (n >= K_CHUNK)
-        return;
-#pragma unroll
-    for (int np = 0; np < 4; np++) {
-#pragma unroll
-        for (int q = 0; q < 4; q++) {
-            int tok = 16 * np + 8 * (q >> 1) + 2 * (threadIdx.x & 3);
-            f[np][q] &= (tok < n ? 0xffffu : 0) | (tok + 1 < n ? 0xffff0000u : 0);
-        }
-    }
-}
-
-/* x's columns are tokens: each times its factor. */
-__device__ static inline void scale_from(float x[8][4], const float *by)
-{
-    by += 2 * (threadIdx.x & 3);
-#pragma unroll
-    for (int nt = 0; nt < 8; nt++)
-        scale2(x[nt], *(const float2 *)&by[8 * nt]);
-}
-
-/* O^T of this warpgroup to its tile as [64 tokens, 64]. */
-__device__ static inline void out_put(const float O[8][4], struct fused_smem *s)
-{
-    uint32_t at = smem_addr(s->out[threadIdx.x >> 7 & 1]) + corner_of(s);
 #pragma unroll
     for (int np = 0; np < 4; np++) {
         uint32_t r[4];
@@ -379,13 +424,14 @@ __device__ static inline void out_put(const float O[8][4], struct fused_smem *s)
     }
 }
 
-/* And from there to memory, n rows: by one bulk copy that runs on, or row by row. */
+/* And from there to memory, n rows: by one bulk copy that runs on, or row by row. p: the tile's
+ * place. */
 __device__ static inline void out_send(struct fused_smem *s, const struct k_gdn_delta *a,
                                        const struct gdn_maps *m, const struct hopper_ctx *c,
-                                       int chunk)
+                                       int chunk, int p)
 {
     int n = rows_of(c, chunk), t = tid_again(), half = t >> 7 & 1;
-    const uint8_t *tile = s->out[half];
+    const uint8_t *tile = s->V[p][half];
     t &= 127;
     fence_async();
     group_sync(5 + half);
@@ -394,7 +440,8 @@ __device__ static inline void out_send(struct fused_smem *s, const struct k_gdn_
             tma_store3(&m->o, tile, half * 64, c->h, c->tok + chunk * K_CHUNK);
         return;
     }
-    out_rows(tile, c, half, chunk, (int64_t)a->d.HV * GDN_D, n, t);
+    out_rows(tile, c, half, chunk, (int64_t)a->d.HV * GDN_D, n, t, 128);
+    group_sync(5 + half);
 }
 
 /* Chain and output of one half of V. The output of a chunk is sent while the next one's first
@@ -402,10 +449,8 @@ __device__ static inline void out_send(struct fused_smem *s, const struct k_gdn_
 __device__ static inline void fused_chain(const struct k_gdn_delta *a, const struct gdn_maps *m,
                                           struct fused_smem *s)
 {
-    struct place<STAGES> at;
-    struct place<INVERSES> inv;
-    struct place<TABLES> table;
-    for (int k = 0, g = 0;; k++) {
+    uint32_t g = 0;
+    for (int k = 0;; k++) {
         const struct hopper_ctx *c = item_wait(s, k);
         if (c->n_chunks == -2)
             break;
@@ -415,68 +460,68 @@ __device__ static inline void fused_chain(const struct k_gdn_delta *a, const str
         }
         float S[16][4];
         state_load(S, c, tid_again() >> 7 & 1, tid_again() & 127);
-        for (int i = 0; i < item_again(s, k)->n_chunks; i++, g++) {
-            struct fused_stage *st = &s->stage[at.at()];
-            uint32_t sb[8][4], f[4][4];
+        bool more = item_again(s, k)->n_chunks > 0;
+        for (int i = 0; more; i++, g++) {
+            uint32_t sb[8][4];
             float x[8][4], O[8][4];
-#pragma unroll
-            for (int ks = 0; ks < 8; ks++)
-                frag_pack(sb[ks], S[2 * ks], S[2 * ks + 1]);
-            mbar_wait(&s->full[at.at()], at.parity());
-            mbar_wait(&s->a_full[inv.at()], inv.parity());
-            wg_fence();
-            wg_kmajor<8>(x, sb, smem_addr(st->K), 0);
+            mbar_wait(&s->full[g % STAGES], g / STAGES & 1);
+            if (rows_of(item_again(s, k), i) < K_CHUNK) /* its tail is zeroed */
+                mbar_wait(&s->a_full[ring_at<INVERSES>(g)], ring_parity<INVERSES>(g));
+            wg_state(x, sb, S, smem_addr(s->stage[g % STAGES].K));
             wg_commit();
             if (i > 0)
-                out_send(s, a, m, item_again(s, k), i - 1);
-            wg_kmajor<8>(O, sb, smem_addr(st->Q), 0);
+                out_send(s, a, m, item_again(s, k), i - 1, g & 1 ^ 1);
+            wg_kmajor<8>(O, sb, smem_addr(s->stage[g % STAGES].Q), 0);
             wg_commit();
-            int save = gdn_save_slot(a, item_again(s, k)->first + i);
-            uint32_t v[4][4];
+            if (g > 0 && (threadIdx.x & 127) == 0) {
+                bulk_read_done<0>();
+                mbar_arrive(&s->v_free[g & 1 ^ 1]);
+            }
             mbar_wait(&s->v_full[g & 1], g >> 1 & 1);
-            value_at(v, smem_addr(s->V[g & 1][threadIdx.x >> 7 & 1]) + corner_of(s));
+            if (rows_of(item_again(s, k), i) < K_CHUNK)
+                value_clear(s->V[g & 1][threadIdx.x >> 7 & 1], rows_of(item_again(s, k), i));
+            uint32_t tile = smem_addr(s->V[g & 1][threadIdx.x >> 7 & 1]) + corner_of(s);
+            uint32_t v[4];
+            ldsm4_t(v, tile);
+            mbar_wait(&s->a_full[ring_at<INVERSES>(g)], ring_parity<INVERSES>(g));
             wg_wait<0>();
             wg_pin<8>(x);
             wg_pin<8>(O);
-            residual_from(f, x, v, s->gates[table.at()].eg);
-            zero_tail(f, rows_of(item_again(s, k), i));
-            wg_fence();
-            wg_kmajor<4>(x, f, smem_addr(s->A[inv.at()]), 0);
+            float y[8][4];
+            wg_solve_from(y, x, v, tile, s->gates[ring_at<TABLES>(g)].eg,
+                          smem_addr(s->A[ring_at<INVERSES>(g)]));
             wg_commit();
-            float last = s->gates[table.at()].eg[63];
+            int save = gdn_save_slot(a, item_again(s, k)->first + i);
+            float last = s->gates[ring_at<TABLES>(g)].eg[63];
 #pragma unroll
             for (int j = 0; j < 64; j++)
                 S[j >> 2][j & 3] = __fmul_rn(S[j >> 2][j & 3], last);
-            scale_from(O, s->gates[table.at()].eg);
+            scale_tokens(O, s->gates[ring_at<TABLES>(g)].eg);
             mbar_wait(&s->p_full[g & 1], g >> 1 & 1);
             wg_wait<0>();
-            wg_pin<8>(x);
-            uint32_t vn[4][4];
-            pack64(vn, x);
-            scale_from(x, s->gates[table.at()].el);
-            pack64(f, x);
+            wg_pin<8>(y);
+            uint32_t vn[4][4], f[4][4];
+            pack64(vn, y);
             wg_fence();
             wg_kmajor<4>(O, vn, smem_addr(s->P[g & 1]), 1);
             wg_commit();
-            wg_nmajor(S, f, smem_addr(st->K));
+            wg_update(S, f, y, s->gates[ring_at<TABLES>(g)].el,
+                      smem_addr(s->stage[g % STAGES].K));
             wg_commit();
-            if ((threadIdx.x & 127) == 0)
-                bulk_read_done<0>(); /* the tile is free again */
-            group_sync(5 + (threadIdx.x >> 7 & 1));
+            more = i + 1 < item_again(s, k)->n_chunks;
             wg_wait<1>();
             wg_pin<8>(O);
-            out_put(O, s);
+            out_put(O, tile);
             wg_wait<0>();
             wg_pin<16>(S);
             mbar_arrive(&s->free[g & 1]);
-            at.next(), inv.next(), table.next();
             if (save >= 0)
                 state_store(S, gdn_state(a, save, item_again(s, k)->h), tid_again() >> 7 & 1,
                             tid_again() & 127);
         }
         c = item_again(s, k);
         if (c->n_chunks > 0)
-            out_send(s, a, m, c, c->n_chunks - 1);
+            out_send(s, a, m, c, c->n_chunks - 1, g & 1 ^ 1);
         state_store(S, c->S, tid_again() >> 7 & 1, tid_again() & 127);
         item_leave(s, k);
     }
@@ -493,33 +538,37 @@ __global__ static void __launch_bounds__(FUSED_THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++)
             mbar_init(&s->full[i], 1);
+        for (int i = 0; i < 4; i++)
+            mbar_init(&s->raw_full[i], 64), mbar_init(&s->gates_full[i], 32);
         for (int i = 0; i < INVERSES; i++) {
             mbar_init(&s->kk_full[i], 128);
             mbar_init(&s->a_full[i], 64);
         }
         for (int i = 0; i < 2; i++) {
             mbar_init(&s->v_full[i], 1);
-            mbar_init(&s->gates_full[i], 32);
+            mbar_init(&s->v_free[i], 2);
             mbar_init(&s->p_full[i], 128);
             mbar_init(&s->free[i], 256);
         }
         for (int i = 0; i < ITEMS; i++) {
             mbar_init(&s->item_full[i], 1);
-            mbar_init(&s->item_free[i], 16);
+            mbar_init(&s->item_free[i], 14);
         }
         fence_async();
     }
     if (group == 1 && (threadIdx.x & 31) == 0) /* found before anything waits for them */
         s->item[threadIdx.x >> 5 & 3] = item_find(&a, threadIdx.x >> 5 & 3);
     if (threadIdx.x == 0)
-        s->n_put = ITEMS_AHEAD + 1;
+        s->n_put = ITEMS_FIRST;
     if (threadIdx.x == 32) {
         map_prefetch(&maps.q);
         map_prefetch(&maps.k);
         map_prefetch(&maps.v);
         map_prefetch(&maps.o);
     }
-    zero_rows(s->A[0], INVERSES + 2, 0, threadIdx.x, FUSED_THREADS);
+    for (int i = 0; i < INVERSES; i++)
+        tri_clear(s->A[i], threadIdx.x, FUSED_THREADS);
+    zero_rows(s->P[0], 2, 0, threadIdx.x, FUSED_THREADS);
     if (threadIdx.x < 256) {
         int lane = threadIdx.x & 31;
         s->corner[threadIdx.x] = tile_off((lane >> 4) * 8 + (lane & 7),
@@ -527,14 +576,20 @@ __global__ static void __launch_bounds__(FUSED_THREADS, 1)
     }
     __syncthreads();
     if (group == 0) {
+#ifndef NOGRAM
         reg_dealloc<64>();
         fused_gram(&maps, s);
+#endif
     } else if (group == 1) {
+#ifndef NOINV
         reg_dealloc<64>();
         fused_inverse(&a, s);
+#endif
     } else {
+#ifndef NOCHAIN
         reg_alloc<192>();
         fused_chain(&a, &maps, s);
+#endif
     }
 }
 

@@ -12,7 +12,7 @@
  * row's first row, j < r <= i, both factors <= 1: so M_wj = -(T_ww diag(beta row)) (K K^T)_wj
  * diag(col), and L itself is formed on the diagonal alone. K K^T, T and M are f16 operands (11
  * bits: entries of K K^T and T are at most 1 for unit keys and beta <= 1), sums f32 in a fixed
- * order. Never powers of L.
+ * order. Never powers of L. A is tf32 (triangle.cuh), P bf16.
  * Rows past the chunk's end have q = k = 0, g = beta = 0: rows and columns of A become 0.
  *
  * What this part waits for is latency and instruction fetches, not arithmetic: few
@@ -22,12 +22,16 @@
 
 #include <cuda_fp16.h>
 
-#include "hopper.cuh"
+#include "triangle.cuh"
+
+/* The tensor cores cut A down to tf32, on average by 2^-11 ln 2: so much it is larger here. */
+#define TF32_CUT (1.0f + 3.4e-4f)
 
 /* The gates of a chunk; gamma is the sum of g times log2 e. */
 struct gate_table {
     float gamma[64];
     float beta[64];
+    float cut[64]; /* beta times TF32_CUT */
     float row[64]; /* 2^(gamma_i - gamma_r), r the first row of i's block row */
     float col[96]; /* 2^(gamma_r - gamma_j), j < r; r = 16, 32, 48 at 0, 16, 48 */
     float eg[64], el[64];
@@ -74,6 +78,8 @@ __device__ static inline void gates_scan(struct gate_table *s, struct gate_regs 
     float ref = __shfl_sync(0xffffffffu, g0, lane & 24);
     *(float2 *)&s->gamma[2 * lane] = make_float2(g0, g1);
     *(float2 *)&s->beta[2 * lane] = make_float2(r.beta[0], r.beta[1]);
+    *(float2 *)&s->cut[2 * lane] =
+        make_float2(__fmul_rn(r.beta[0], TF32_CUT), __fmul_rn(r.beta[1], TF32_CUT));
     *(float2 *)&s->row[2 * lane] = exp2_below(make_float2(g0 - ref, g1 - ref));
 #pragma unroll
     for (int w = 1; w < 4; w++) {
@@ -86,7 +92,7 @@ __device__ static inline void gates_scan(struct gate_table *s, struct gate_regs 
     *(float2 *)&s->el[2 * lane] = exp2_below(make_float2(last - g0, last - g1));
 }
 
-/* ---- 16x16 blocks: f16 or bf16 pairs in A operand order ---- */
+/* ---- 16x16 blocks of f16 pairs in A operand order ---- */
 
 __device__ static inline uint32_t pack2h(float a, float b)
 {
@@ -120,12 +126,19 @@ __device__ static inline float2 mma8h(uint32_t a, uint32_t b)
     return make_float2(c[0], c[1]);
 }
 
-/* This lane's address for block (row, col): exclusive or with col << 5 goes to another
+/* This lane's address for block (row, col) of a tile: exclusive or with col << 5 goes to another
  * column. */
-__device__ static inline uint32_t block_row(uint32_t tile, int row)
+__device__ static inline uint32_t tile_block(uint32_t tile, int row)
 {
     int lane = tid_again() & 31;
     return tile + (16 * row + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+}
+
+/* This lane's row of an f16 block of K K^T or T, which lies in the first half of A's place for it
+ * (triangle.cuh): its four 8x8 matrices in A operand order. */
+__device__ static inline uint32_t block_at(uint32_t tri, int w, int c)
+{
+    return tri + tri_block(w, c) + (tid_again() & 31) * 16;
 }
 
 __device__ static inline void block_store(uint32_t at, const uint32_t r[4])
@@ -174,7 +187,7 @@ __device__ static inline void prep_product(float acc[8][4], uint32_t X, uint32_t
     wg_commit();
 #else
     int lane = threadIdx.x & 31, m = lane >> 3;
-    uint32_t at_x = block_row(X, warp);
+    uint32_t at_x = tile_block(X, warp);
     uint32_t at_k = K + ((m >> 1) * 8 + (lane & 7)) * 128 + (((m & 1) ^ (lane & 7)) << 4);
 #pragma unroll
     for (int i = 0; i < 32; i++)
@@ -203,14 +216,16 @@ __device__ static inline void prep_product_wait(float acc[8][4])
 #endif
 }
 
-/* This warp's rows of K K^T as f16 to a tile; what is right of its block row is not touched. */
-template <int W> __device__ static inline void store_rows(uint32_t tile, const float acc[8][4])
+/* This warp's rows of K K^T as f16 to A's place. */
+__device__ static inline void prep_store_kk(uint32_t tri, int warp, const float acc[8][4])
 {
-    uint32_t at = block_row(tile, W), r[4];
+    uint32_t at = block_at(tri, warp, 0), r[4];
 #pragma unroll
-    for (int c = 0; c <= W; c++) {
+    for (int c = 0; c < 4; c++) {
+        if (c > warp)
+            continue;
         block_pack(r, acc + 2 * c);
-        block_store(at ^ (c << 5), r);
+        block_store(at + tri_block(0, c), r);
     }
 }
 
@@ -222,7 +237,7 @@ __device__ static inline void mask_rows(const struct gate_table *s, uint32_t til
 {
     int lane = tid_again() & 31, g = lane >> 2, t = lane & 3, row = 16 * W + g;
     float f[2] = {s->row[row], s->row[row + 8]};
-    uint32_t at = block_row(tile, W), r[4];
+    uint32_t at = tile_block(tile, W), r[4];
     const float *col = s->col + 8 * W * (W - 1) + 2 * t;
 #pragma unroll
     for (int c = 0; c < W; c++) {
@@ -255,18 +270,6 @@ __device__ static inline void mask_rows(const struct gate_table *s, uint32_t til
 
 /* A copy of the code for each warp: a bound known at compile time is worth more than one
  * copy. */
-__device__ static inline void prep_store_kk(uint32_t tile, int warp, const float acc[8][4])
-{
-    if (warp == 0)
-        store_rows<0>(tile, acc);
-    else if (warp == 1)
-        store_rows<1>(tile, acc);
-    else if (warp == 2)
-        store_rows<2>(tile, acc);
-    else
-        store_rows<3>(tile, acc);
-}
-
 __device__ static inline void prep_mask_qk(const struct gate_table *s, uint32_t tile, int warp,
                                            const float acc[8][4])
 {
@@ -320,7 +323,7 @@ __device__ static inline void solve_diag(const struct gate_table *s, const int w
         x[n][0] = make_float2(g == 2 * q ? 1.0f : 0.0f, g == 2 * q + 1 ? 1.0f : 0.0f);
         x[n][1] = x[n][0];
     }
-#pragma unroll
+#pragma unroll 2
     for (int j = 0; j < 7; j++) {
         int in_row = (lane & 28) | (j >> 1), row_j = 4 * j | q;
 #pragma unroll
@@ -376,44 +379,41 @@ __device__ static inline void inverse_factor(const struct gate_table *s, int w, 
     }
 }
 
-/* A block of A from T's: times beta of its columns. */
-__device__ static inline void inverse_store(const float *beta, uint32_t at, const float t[2][4])
+/* A block of A from T's: times the factors of its columns. at: as tri_store. */
+template <typename P>
+__device__ static inline void inverse_store(const float *cut, P at, const float t[2][4])
 {
     float x[2][4];
-    uint32_t r[4];
 #pragma unroll
-    for (int nt = 0; nt < 2; nt++) {
-        float2 b = *(const float2 *)&beta[8 * nt + 2 * (tid_again() & 3)];
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            x[nt][e] = __fmul_rn(t[nt][e], e & 1 ? b.y : b.x);
+    for (int e = 0; e < 2; e++) {
+        float2 b = *(const float2 *)&cut[8 * e + 2 * (tid_again() & 3)];
+        x[e][0] = __fmul_rn(t[e][0], b.x), x[e][1] = __fmul_rn(t[e][1], b.y);
+        x[e][2] = __fmul_rn(t[e][2], b.x), x[e][3] = __fmul_rn(t[e][3], b.y);
     }
-    frag_pack(r, x[0], x[1]);
-    block_store(at, r);
+    tri_store(at, x);
 }
 
-/* The same for a diagonal block, whose T is at `at` as f16. */
-__device__ static inline void inverse_store_diag(const float *beta, uint32_t at)
+/* The same for a diagonal block, whose T is f16. */
+template <typename P>
+__device__ static inline void inverse_store_diag(const float *cut, P at, const uint32_t r[4])
 {
-    uint32_t r[4];
     float x[2][4];
-    ldsm4(r, at);
 #pragma unroll
     for (int q = 0; q < 4; q++) {
         float2 t = unpack2h(r[q]);
         x[q >> 1][2 * (q & 1)] = t.x, x[q >> 1][2 * (q & 1) + 1] = t.y;
     }
-    inverse_store(beta, at, x);
+    inverse_store(cut, at, x);
 }
 
-/* A in the place of K K^T; by 4 warps, which see all of it. Takes barriers `barrier` .. + 2. A
- * block row is overwritten with A when no warp below it reads its T any more. */
-__device__ static inline void prep_inverse(const struct gate_table *s, uint32_t tile, int warp,
-                                           int barrier)
+/* A, packed, from K K^T at `tri`, where T comes in its place; by 4 warps, which see all of it.
+ * Takes barriers `barrier` and + 1. */
+__device__ static inline void prep_inverse(const struct gate_table *s, uint32_t tri, uint8_t *A,
+                                           int warp, int barrier)
 {
-    uint32_t row = block_row(tile, warp), f[1][4], m[3][4];
+    uint32_t f[1][4], m[3][4];
     float acc[3][2][4];
-    const uint32_t at[1] = {row ^ (warp << 5)};
+    const uint32_t at[1] = {block_at(tri, warp, warp)};
     const int w[1] = {warp};
     solve_diag<1>(s, w, at, f);
 #pragma unroll
@@ -422,7 +422,7 @@ __device__ static inline void prep_inverse(const struct gate_table *s, uint32_t 
         for (int e = 0; e < 8; e++)
             acc[j][e >> 2][e & 3] = 0.0f;
         if (j < warp)
-            inverse_factor(s, warp, j, m[j], f[0], row ^ (j << 5));
+            inverse_factor(s, warp, j, m[j], f[0], block_at(tri, warp, j));
     }
     /* Step d forms the terms with j - c = d: T_jc of the step before is then complete. */
 #pragma unroll
@@ -435,75 +435,83 @@ __device__ static inline void prep_inverse(const struct gate_table *s, uint32_t 
         for (int c = 0; c + d < 3; c++) {
             if (c + d >= warp)
                 continue;
-            block_step(acc[c], m[c + d], block_row(tile, c + d) ^ (c << 5));
+            block_step(acc[c], m[c + d], block_at(tri, c + d, c));
             if (c + d == warp - 1 && d < 2) {
                 uint32_t r[4];
                 block_pack(r, acc[c]);
-                block_store(row ^ (c << 5), r);
+                block_store(block_at(tri, warp, c), r);
             }
         }
     }
-    if (warp > 1)
-        part_sync<64>(barrier + 2);
+    float *out = (float *)A + (threadIdx.x & 31);
 #pragma unroll
     for (int c = 0; c < 3; c++)
         if (c < warp)
-            inverse_store(s->beta + 16 * c, row ^ (c << 5), acc[c]);
-    inverse_store_diag(s->beta + 16 * warp, row ^ (warp << 5));
+            inverse_store(s->cut + 16 * c, out + tri_packed(warp, c) / 4, acc[c]);
+    uint32_t d[4];
+    ldsm4(d, at[0]);
+    inverse_store_diag(s->cut + 16 * warp, out + tri_packed(warp, warp) / 4, d);
 }
 
-/* The same by two warps, p of them 0 and 1, same bits: rows 0 and 3, rows 1 and 2. Each has two
- * diagonal blocks and three below: (3, 2), (3, 1), (3, 0); (1, 0), (2, 1), (2, 0). Warp 1 needs
- * only diagonals of warp 0, which then waits for it once. */
-__device__ static inline void prep_inverse_pair(const struct gate_table *s, uint32_t tile,
-                                                int p, int barrier)
+/* The same by two warps, p of them 0 and 1, same bits, and A in the place of T: rows 0 and 3, rows
+ * 1 and 2. Each has two diagonal blocks and three below: (3, 2), (3, 1), (3, 0); (1, 0), (2, 1),
+ * (2, 0). Warp 1 needs only diagonals of warp 0, which then waits for it once. A block is
+ * overwritten with A when the other warp does not read its T any more. Takes 3 barriers. */
+__device__ static inline void prep_inverse_pair(const struct gate_table *s, uint32_t tri, int p,
+                                                int barrier)
 {
     asm volatile("" : "+r"(p)); /* what follows from it is not worth registers around a loop */
-    uint32_t b0 = block_row(tile, 0), lo = b0 + p * 2048, hi = b0 + (3 - p) * 2048;
-    uint32_t f[2][4], m[3][4];
+    const int row1 = tri_block(1, 0), row2 = tri_block(2, 0), col = tri_block(0, 1);
+    uint32_t b0 = block_at(tri, 0, 0), lo = b0 + p * row1;
+    uint32_t hi = b0 + tri_block(3, 0) - p * TRI_BLOCK, f[2][4], m[3][4];
     {
-        const uint32_t at[2] = {lo ^ (p << 5), hi ^ ((3 - p) << 5)};
+        const uint32_t at[2] = {lo + p * col, hi + (3 - p) * col};
         const int w[2] = {p, 3 - p};
         solve_diag<2>(s, w, at, f);
     }
     /* The columns of the three are col0, 1, 0. */
     int col0 = p ? 0 : 2;
-    uint32_t at0 = (p ? lo : hi) ^ (col0 << 5);
+    uint32_t at0 = p ? lo : hi + 2 * col;
 #pragma unroll
     for (int q = 0; q < 4; q++)
         f[0][q] = p ? f[0][q] : f[1][q];
     inverse_factor(s, p ? 1 : 3, col0, m[0], f[0], at0);
-    inverse_factor(s, 3 - p, 1, m[1], f[1], hi ^ (1 << 5));
+    inverse_factor(s, 3 - p, 1, m[1], f[1], hi + col);
     inverse_factor(s, 3 - p, 0, m[2], f[1], hi);
     part_sync<64>(barrier);
     float acc[3][2][4] = {};
-    block_step(acc[0], m[0], p ? b0 : (b0 + 4096) ^ (2 << 5));
-    block_step(acc[1], m[1], (b0 + 2048) ^ (1 << 5));
+    block_step(acc[0], m[0], p ? b0 : b0 + row2 + 2 * col);
+    block_step(acc[1], m[1], b0 + row1 + col);
     block_step(acc[2], m[2], b0);
     if (p) {
         uint32_t r[4];
         block_pack(r, acc[0]);
         block_store(at0, r);
         block_pack(r, acc[1]);
-        block_store(hi ^ (1 << 5), r);
+        block_store(hi + col, r);
         __syncwarp();
-        block_step(acc[2], m[1], b0 + 2048);
+        block_step(acc[2], m[1], b0 + row1);
         block_pack(r, acc[2]);
         block_store(hi, r);
         part_arrive<64>(barrier + 1);
         part_sync<64>(barrier + 2); /* warp 0 has read them */
     } else {
         part_sync<64>(barrier + 1);
-        block_step(acc[2], m[1], b0 + 2048);
-        block_step(acc[1], m[0], (b0 + 4096) ^ (1 << 5));
-        block_step(acc[2], m[0], b0 + 4096);
+        block_step(acc[2], m[1], b0 + row1);
+        block_step(acc[1], m[0], b0 + row2 + col);
+        block_step(acc[2], m[0], b0 + row2);
         part_arrive<64>(barrier + 2);
     }
-    inverse_store(s->beta + 16 * col0, at0, acc[0]);
-    inverse_store(s->beta + 16, hi ^ (1 << 5), acc[1]);
-    inverse_store(s->beta, hi, acc[2]);
-    inverse_store_diag(s->beta + 16 * p, lo ^ (p << 5));
-    inverse_store_diag(s->beta + 16 * (3 - p), hi ^ ((3 - p) << 5));
+    int there = tri_lane() - (tid_again() & 31) * 16; /* from this lane's place in T */
+    inverse_store(s->cut + 16 * col0, at0 + there, acc[0]);
+    inverse_store(s->cut + 16, hi + col + there, acc[1]);
+    inverse_store(s->cut, hi + there, acc[2]);
+    lo += p * col, hi += (3 - p) * col;
+    uint32_t d[4];
+    ldsm4(d, lo);
+    inverse_store_diag(s->cut + 16 * p, lo + there, d);
+    ldsm4(d, hi);
+    inverse_store_diag(s->cut + 16 * (3 - p), hi + there, d);
 }
 
 #endif

@@ -322,15 +322,22 @@ __device__ static inline void wg_n128(float c[16][4], const uint32_t a[4], uint6
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc));
 }
 
-/* acc (+)= A B^T over KS steps; B [64, 16 KS] in tiles of 64 columns. */
+/* acc (+)= A B^T over steps FROM .. TO - 1; B [64, 16 TO] in tiles of 64 columns. */
+template <int FROM, int TO>
+__device__ static inline void wg_kmajor_part(float acc[8][4], const uint32_t a[TO][4],
+                                             uint32_t tile, int add)
+{
+    uint64_t d = desc_kmajor(tile);
+#pragma unroll
+    for (int ks = FROM; ks < TO; ks++)
+        wg_k64(acc, a[ks], d + (ks >> 2) * 512 + (ks & 3) * 2, ks > FROM ? 1 : add);
+}
+
 template <int KS>
 __device__ static inline void wg_kmajor(float acc[8][4], const uint32_t a[KS][4], uint32_t tile,
                                         int add)
 {
-    uint64_t d = desc_kmajor(tile);
-#pragma unroll
-    for (int ks = 0; ks < KS; ks++)
-        wg_k64(acc, a[ks], d + (ks >> 2) * 512 + (ks & 3) * 2, ks > 0 ? 1 : add);
+    wg_kmajor_part<0, KS>(acc, a, tile, add);
 }
 
 /* acc[64, 128] += A[64, 64] B[64, 128]. */

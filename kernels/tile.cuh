@@ -142,31 +142,4 @@ __device__ static inline void mm_nmajor(float acc[16][4], const uint32_t a[4][4]
     }
 }
 
-/* Columns 0 .. 16 W + 15 of rows 16 W .. 16 W + 15 of A B^T, A, B [64, 128]. The swizzle leaves
- * a step of 16 columns as one exclusive or on the address. Unrolled by 2 only: the instruction
- * cache is what its kernel is short of. */
-template <int W>
-__device__ static inline void mm_lower(float acc[2 * W + 2][4], uint32_t ta, uint32_t tb)
-{
-    int lane = threadIdx.x & 31, m = lane >> 3, l7 = lane & 7;
-    uint32_t at_a = ta + (16 * W + (m & 1) * 8 + l7) * 128 + (((m >> 1) ^ l7) << 4);
-    uint32_t at_b = tb + ((m >> 1) * 8 + l7) * 128 + (((m & 1) ^ l7) << 4);
-#pragma unroll
-    for (int i = 0; i < 8 * W + 8; i++)
-        acc[i >> 2][i & 3] = 0.0f;
-#pragma unroll 2
-    for (int ks = 0; ks < 8; ks++) {
-        uint32_t a[4], b[W + 1][4], k = (ks & 3) << 5, panel = (ks >> 2) * TILE_BYTES;
-        ldsm4(a, (at_a ^ k) + panel);
-#pragma unroll
-        for (int np = 0; np <= W; np++)
-            ldsm4(b[np], (at_b ^ k) + panel + np * 2048);
-#pragma unroll
-        for (int np = 0; np <= W; np++) {
-            mma16816(acc[2 * np], a, b[np][0], b[np][1]);
-            mma16816(acc[2 * np + 1], a, b[np][2], b[np][3]);
-        }
-    }
-}
-
 #endif
