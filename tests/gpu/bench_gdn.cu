@@ -1,8 +1,11 @@
 /* The gated delta rule in every shape of ../shared/peers.md: milliseconds, target, floor, ratio
- * to the better peer. One call a graph, replayed over rotated inputs; median and spread of 60.
+ * to the better peer. One call a graph, replayed over rotated inputs; median and spread of 60. The
+ * card rests for half a second before each: its clock falls under load, and a row's figure should
+ * not follow from the rows before it.
  * Arguments: `bodies` times each body too; a head pair such as 16/32 picks one table, a step
  * such as 1x8192 its row. */
 #include <algorithm>
+#include <unistd.h>
 
 #include "gdn_case.cuh"
 
@@ -103,6 +106,7 @@ static struct timing time_body(const struct k_device *dev, std::vector<gdn_case 
     CU(cudaEventCreate(&e0));
     CU(cudaEventCreate(&e1));
     std::vector<double> ms;
+    usleep(500000);
     for (int i = -5; i < reps; i++) {
         CU(cudaEventRecord(e0, st));
         CU(cudaGraphLaunch(ex[(i + 60) % ex.size()], st));
