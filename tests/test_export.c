@@ -1,7 +1,7 @@
 /* Sessions out of the pools as files, and in again, in random order on pools of any size, among
  * prompts that want the room, deletions while one is read, and imports that are given up: what
  * was brought in goes on with the bits of the original, the file is the same each time, and
- * nothing leaks. Plain program: runs under TSan too; TEST_BACKEND=cuda on a card. */
+ * nothing leaks. Plain program; TEST_BACKEND=cuda on a card. */
 #include <stdlib.h>
 
 #include "engine_world.h"

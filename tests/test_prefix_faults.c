@@ -1,6 +1,6 @@
 /* Faults of other engines with kept prefixes on models with recurrent layers, each as the test
  * that would have met it, by its number in gdn.md section 4. All compare bits with a cold
- * start. Plain program: runs under TSan too. */
+ * start. Plain program. */
 #include <math.h>
 
 #include "engine_world.h"

@@ -1,7 +1,7 @@
 /* Sessions: kept, continued, forked, deleted, expired and evicted in random order on pools of
  * any size, among prompts that want the room, with cancels and faults. Cut at multiples of 64 a
  * session has the bits of the whole prompt, elsewhere its numbers; a fork has those of the
- * original; what fails leaves it as it was. Plain program: runs under TSan too. */
+ * original; what fails leaves it as it was. Plain program. */
 #include <math.h>
 
 #include "engine_world.h"

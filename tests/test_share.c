@@ -1,8 +1,7 @@
 /* Prompts that share prefixes: whoever begins at another's state has the bits of a cold start,
  * and nothing leaks, whatever is cancelled, expired, evicted or broken meanwhile. Random trees
  * of prompts from a printed seed, on pools of any size down to one slot, compared with memcmp
- * to each prompt alone. (gdn.md section 4, faults 20-25, 39.) Plain program: runs under TSan
- * too. */
+ * to each prompt alone. (gdn.md section 4, faults 20-25, 39.) Plain program. */
 #include <math.h>
 
 #include "engine_world.h"
