@@ -1,15 +1,16 @@
 /* Tests of k_gdn_delta: every body against an f64 recurrence (itself checked against a host
  * loop), with poisoned outputs, workspace and slots; and bits: between bodies, alone against in
- * a batch, cut at multiples of 64, kept inside of a piece. `small` as first argument: sizes for compute-sanitizer. */
+ * a batch, cut at multiples of 64, kept inside of a piece. `small` as first argument: sizes for
+ * compute-sanitizer. */
 #include "gdn_case.cuh"
 
-/* Four roundings to bf16 on the way to an output (S, Vn, P, O), each 2^-9 / sqrt(3) rms = 1.13e-3:
- * 2.3e-3 together; twice that, as correlated errors add up. */
+/* Four roundings to bf16 on the way to an output (S, Vn, P, O), each 2^-9 / sqrt(3) rms =
+ * 1.13e-3: 2.3e-3 together; twice that, as correlated errors add up. */
 static const double TOL_OUT = 4.6e-3;
 /* A state sums many such terms: S and Vn roundings; the same bound. */
 static const double TOL_STATE = 4.6e-3;
-/* What the better peer of ../shared/peers.md is measured at with fast and with slow gates, to the
- * two places it is given with. */
+/* What the better peer of ../shared/peers.md is measured at with fast and with slow gates, to
+ * the two places it is given with. */
 static const double PEER_OUT[2] = {2.95e-3, 3.65e-3};
 
 static struct k_device dev;
@@ -57,18 +58,13 @@ static void check_case(const char *name, int H, int HV, const std::vector<int> &
     }
 }
 
-/* The output's error in steps of ../shared/peers.md, by the body that the launcher picks. Of long
- * ones fewer heads: heads are alike, and the reference takes its time. */
+/* The output's error in steps of ../shared/peers.md, by the body that the launcher picks. */
 static void check_accuracy(const char *name, const std::vector<int> &lens, uint64_t seed)
 {
     double e[2];
-    int tokens = 0;
-    for (int n : lens)
-        tokens += n;
-    int H = tokens > 16384 ? 2 : 16;
     for (int gates = 0; gates < 2; gates++) {
         gdn_case c;
-        c.make(H, 2 * H, lens, gates, seed + gates);
+        c.make(16, 32, lens, gates, seed + gates);
         std::vector<double> o_ref, S_ref;
         c.reference(&o_ref, &S_ref);
         c.run(&dev, K_GDN_AUTO);
@@ -126,8 +122,8 @@ static void check_bits(int body, int cut)
 }
 
 /* Counts rounded up: the batch without its last sequence, whose tokens stay as rows beyond the
- * end, with empty sequences that share slot 0, chunks beyond the map's and twice on one workspace.
- * The others keep their bits, the rows beyond and slot 0 what they held. */
+ * end, with empty sequences that share slot 0, chunks beyond the map's and twice on one
+ * workspace. The others keep their bits, the rows beyond and slot 0 what they held. */
 static void check_padding(int body)
 {
     const int HV = 2, n = 3, n_empty = 3;
@@ -170,8 +166,9 @@ static void check_padding(int body)
     result(ok, "padding %s: counts rounded up change nothing", body_name(body));
 }
 
-/* The state behind each `every`-th whole chunk, kept in a slot of its own: the bits of a piece that
- * ends there; all else has the bits of a run that keeps none, and no other slot is touched. */
+/* The state behind each `every`-th whole chunk, kept in a slot of its own: the bits of a piece
+ * that ends there; all else has the bits of a run that keeps none, and no other slot is
+ * touched. */
 static void check_kept(int body, const std::vector<int> &lens, int every)
 {
     const int H = 1, HV = 4, n = (int)lens.size();
@@ -308,8 +305,8 @@ static void check_reference(void)
     result(worst < 1e-12, "f64 reference kernel against a host loop: %.1e", worst);
 }
 
-/* Random batches, empty sequences among them, more heads than multiprocessors: each body again and
- * again has the portable one's bits, whichever warp of it comes first. */
+/* Random batches, empty sequences among them, more heads than multiprocessors: each body again
+ * and again has the portable one's bits, whichever warp of it comes first. */
 static void check_again(int body, int n_worlds, int n_runs, int max_seqs)
 {
     uint64_t x = 20261130;
