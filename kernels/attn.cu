@@ -2,18 +2,19 @@
  *
  * o = softmax(q k^T / sqrt(D), causal) v * sigmoid(gate), gdn.md 1.5; one pass over keys with a
  * running maximum and sum a row (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv
- * 2205.14135), in base 2. For a row and each block of 64 keys, blocks ascending from position 0:
+ * 2205.14135), in base 2. For a row and each block of 64 keys, blocks ascending from position
+ * 0:
  *   m' = max(m, max s); p = exp2((s - m') c); l = l exp2((m - m') c) + sum p;
  *   O = O exp2((m - m') c) + bf16(p) V, c = log2(e) / sqrt(D); keys past the row have s = -inf.
- * Blocks lie at absolute multiples of 64 and a block wholly past a row leaves m, l and O as they
- * are (factor 1, sums of zeros): a row's bits do not depend on its tile. bf16 operands, f32
- * scores and sums.
+ * Blocks lie at absolute multiples of 64 and a block wholly past a row leaves m, l and O as
+ * they are (factor 1, sums of zeros): a row's bits do not depend on its tile. bf16 operands,
+ * f32 scores and sums.
  *
  * A tile is 64 rows, (token, query head of the group) token first, of one chunk and KV head: a
- * short piece fills few tiles. 4 warps of 16 rows; grid NC * HK * ceil(ratio), block 128, shared
- * 96 KB (Q, one block of K, one of V: V travels while scores are made, the next K while values
- * are summed), two blocks a multiprocessor on sm_90. Rows of a block past the tile's last
- * position are zeroed, never read.
+ * short piece fills few tiles. 4 warps of 16 rows; grid NC * HK * ceil(ratio), block 128,
+ * shared 96 KB (Q, one block of K, one of V: V travels while scores are made, the next K while
+ * values are summed), two blocks a multiprocessor on sm_90. Rows of a block past the tile's
+ * last position are zeroed, never read.
  * Limit: mma.sync, 4 * D FLOP a (row, key) pair; its operands take the bandwidth of shared
  * memory first (2 clocks a 16x8x16 product). Hopper has its own body, attn_hopper.cu. */
 #include "attn.cuh"

@@ -1,9 +1,11 @@
 /* In front of attention: norm of q and k, partial rotation, keys and values to their pages.
  *
- * gdn.md 1.5. For token t at position s = start + its index in the piece, and each head of q and
- * k: y = x * rsqrt(mean over D x^2 + eps) * w (w holds 1 + w); then for i < R / 2, R = rot_dim,
+ * gdn.md 1.5. For token t at position s = start + its index in the piece, and each head of q
+ * and k: y = x * rsqrt(mean over D x^2 + eps) * w (w holds 1 + w); then for i < R / 2, R =
+ * rot_dim,
  *   y[i], y[i + R/2] = y[i] cos - y[i + R/2] sin, y[i + R/2] cos + y[i] sin, angle s * f[i].
- * bf16 in and out, f32 arithmetic, one rounding; sine and cosine to f32 accuracy at any position.
+ * bf16 in and out, f32 arithmetic, one rounding; sine and cosine to f32 accuracy at any
+ * position.
  *
  * A warp has a token, 8 dims of a head a lane; block 8 tokens of one chunk of the map, grid
  * NC * 8, shared 8 KB of angles. A row's bits depend on the row and its position alone.

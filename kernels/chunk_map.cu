@@ -3,8 +3,8 @@
  *
  * Derived here. For sequence s of length n_s: c_s = ceil(n_s / 64); seq_first = exclusive sum
  * of c_s; flat chunk f belongs to the last s with seq_first[s] <= f. Every block sums all
- * counts in shared memory (16 KB of cu_seqlens from L2), then its threads search their own chunk
- * and rank their own sequence: no second pass, no atomics, nothing read back.
+ * counts in shared memory (16 KB of cu_seqlens from L2), then its threads search their own
+ * chunk and rank their own sequence: no second pass, no atomics, nothing read back.
  *
  * Grid max(ceil(NC / 256), ceil((N + 1) / 16)), block 256, shared 16.4 KB. Limit: latency; N^2
  * comparisons for the order, spread over the blocks (20 us for N = 4096, 8 for N = 8). */

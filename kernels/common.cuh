@@ -80,8 +80,8 @@ __device__ static inline float sigmoid(float x)
     return r;
 }
 
-/* The sigmoids of both for the price of three special functions. Below 2^-63 one stays there, so
- * that the product of the denominators is finite. Bits of either depend on the other's. */
+/* The sigmoids of both for the price of three special functions. Below 2^-63 one stays there,
+ * so that the product of the denominators is finite. Bits of either depend on the other's. */
 __device__ static inline float2 sigmoid2(float x, float y)
 {
     x *= -1.4426950408889634f, y *= -1.4426950408889634f;

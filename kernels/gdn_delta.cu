@@ -8,16 +8,17 @@
  * halves of V. It holds S transposed, so that every product of the chain has its A operand in
  * registers (S, R and Vn in accumulator layout):
  *   W^T = S^T K^T, Vn^T = R^T A^T, S^T += (el Vn)^T K, O^T = eg S^T Q^T + Vn^T P^T.
- * Operands bf16, but for R and A, whose rounding showed most: they are tf32, which has float32's
- * range (R has no bound) and half's precision. Sums f32; S, gates, decays f32.
+ * Operands bf16, but for R and A, whose rounding showed most: they are tf32, which has
+ * float32's range (R has no bound) and half's precision. Sums f32; S, gates, decays f32.
  *
  * prep:  grid one a multiprocessor, block 3 groups of 256, shared 168 KB (sm_80: 2, 112 KB); a
- *   group takes units of 56 KB in turn, a chunk and head or a chunk and the heads of a key head, which share its
- *   copies. One half of a group makes A, the other P and the gates. Limit: bytes (51 KB a chunk
- *   and head, two thirds of it K and Q). Seen: 1.5 us a unit and multiprocessor: latency.
- * chain: grid N * HV * 2, block 128, shared 114 KB, 2 stages of K, Q, V, A, P by cp.async.
- *   Limit: latency; 4.2 MFLOP and 57 KB from shared memory a chunk and half.
- * Both need up to 114 KB of shared memory a block: sm_80 and sm_90, not sm_86 or sm_89. They
+ *   group takes units of 56 KB in turn, a chunk and head or a chunk and the heads of a key
+ *   head, which share its copies. One half of a group makes A, the other P and the gates.
+ *   Limit: bytes (51 KB a chunk and head, two thirds of it K and Q). Seen: 1.5 us a unit and
+ *   multiprocessor: latency.
+ * chain: grid N * HV * 2, block 128, shared 118 KB, 2 stages of K, Q, V, A, P by cp.async.
+ *   Limit: latency; 4.2 MFLOP and 59 KB from shared memory a chunk and half.
+ * Both need up to 118 KB of shared memory a block: sm_80 and sm_90, not sm_86 or sm_89. They
  * were run on sm_90 only. On Hopper gdn_hopper.cu has the chain, and it may run beside
  * gdn_prep. */
 #include "gdn_delta.cuh"
@@ -440,8 +441,8 @@ static bool fits_beside(const struct k_gdn_delta *a)
 
 /* By which of the two Hopper bodies ends sooner: microseconds as measured on one H200
  * (RESULTS-gpu.md). split: a chunk of the chain, worse when blocks of uneven length come in
- * rounds, gdn_prep before it, launches and rounds. fused: a chunk with the card idle or busy, the
- * pipeline's start. A choice for time only: bits do not depend on it. */
+ * rounds, gdn_prep before it, launches and rounds. fused: a chunk with the card idle or busy,
+ * the pipeline's start. A choice for time only: bits do not depend on it. */
 static int32_t pick_body(const struct k_gdn_delta *a)
 {
     if (a->dev->cc != 90)

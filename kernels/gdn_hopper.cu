@@ -8,10 +8,10 @@
  * split: a block a (sequence, value head, half of V). A warpgroup runs chain and output, a warp
  *   loads, another one takes the output to memory.
  *   Grid N * HV * 2, block 192, shared 198 KB, registers 240. Limit: latency of three dependent
- *   products a chunk. Seen: 1.0 us a chunk alone, 1.1 to 1.2 with gdn_prep beside it: one warp a
- *   scheduler, whose instructions (some 850 a chunk) follow one another at two cycles. When half
- *   of the card is free, gdn_prep runs there and this kernel starts beside it, waiting unit by
- *   unit.
+ *   products a chunk. Seen: 1.0 us a chunk alone, 1.1 to 1.2 with gdn_prep beside it: one warp
+ *   a scheduler, whose 550 instructions a chunk follow one another at three to four cycles.
+ *   When half of the card is free, gdn_prep runs there and this kernel starts beside it,
+ *   waiting unit by unit.
  *
  * A chunk's tail: rows past the sequence's end belong to another request, so they are zeroed in
  * shared memory after the copy; its rows of O are not stored. */
@@ -129,9 +129,8 @@ __device__ static inline void chunk_wait(const struct hopper_ctx *c, struct spli
 /* O^T of chunk i, packed, to its tile as [64 tokens, 64]. */
 __device__ static inline void out_put(const uint32_t o[4][4], struct split_smem *s, int i)
 {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    uint32_t at = smem_addr(s->out[i & 1]) +
-                  tile_off((lane >> 4) * 8 + (lane & 7), 2 * warp + ((lane >> 3) & 1));
+    int t = threadIdx.x;
+    uint32_t at = smem_addr(s->out[i & 1]) + corner_off(t & 31, t >> 5);
     mbar_wait(&s->out_free[i & 1], i >> 1 & 1 ^ 1);
 #pragma unroll
     for (int np = 0; np < 4; np++)
@@ -140,8 +139,8 @@ __device__ static inline void out_put(const uint32_t o[4][4], struct split_smem 
     mbar_arrive(&s->out_full[i & 1]);
 }
 
-/* And from there to memory, by one warp: a bulk copy a chunk, or row by row when the tile has rows
- * of another sequence. row: elements between two tokens. */
+/* And from there to memory, by one warp: a bulk copy a chunk, or row by row when the tile has
+ * rows of another sequence. row: elements between two tokens. */
 __device__ static inline void chain_output(const struct gdn_maps *m, const struct hopper_ctx *c,
                                            struct split_smem *s, int half, int64_t row,
                                            int lane)
@@ -168,9 +167,8 @@ struct chunk_regs {
 __device__ static inline void chunk_load(struct chunk_regs *r, const uint8_t *V,
                                          const float *gates)
 {
-    int t = threadIdx.x, lane = t & 31;
-    uint32_t at =
-        smem_addr(V) + tile_off((lane >> 4) * 8 + (lane & 7), 2 * (t >> 5) + ((lane >> 3) & 1));
+    int t = threadIdx.x;
+    uint32_t at = smem_addr(V) + corner_off(t & 31, t >> 5);
 #pragma unroll
     for (int np = 0; np < 4; np++)
         ldsm4_t(r->v[np], at + np * 2048);
@@ -178,8 +176,8 @@ __device__ static inline void chunk_load(struct chunk_regs *r, const uint8_t *V,
 }
 
 /* Chain and output of a head's half of V. Q S is begun in two parts, each while registers are
- * packed for a product of the chain; P Vn runs while the next chunk's first product is packed, and
- * the output goes to memory behind that one. */
+ * packed for a product of the chain; P Vn runs while the next chunk's first product is packed,
+ * and the output goes to memory behind that one. */
 __device__ static inline void split_chain(const struct k_gdn_delta *a,
                                           const struct hopper_ctx *c, struct split_smem *s,
                                           int half)
@@ -221,7 +219,7 @@ __device__ static inline void split_chain(const struct k_gdn_delta *a,
             S[k >> 2][k & 3] = __fmul_rn(S[k >> 2][k & 3], r.last);
         wg_wait<1>();
         wg_pin<8>(x);
-        wg_solve(y, x, r.v, eg, smem_addr(st->A));
+        wg_solve<false>(y, x, r.v, 0, eg, smem_addr(st->A));
         wg_commit();
         wg_kmajor_part<4, 8>(O, sb, smem_addr(st->Q), 1);
         wg_commit();

@@ -102,6 +102,13 @@ template <typename E> __device__ static inline void scale_tokens(float x[8][4], 
         scale2(x[nt], factor_at(by, nt));
 }
 
+/* Where the 8x8 matrices of V or O of a lane of a warpgroup's warp begin in a tile [64 tokens,
+ * 64]; 16 tokens further: + 2048. */
+__device__ static inline uint32_t corner_off(int lane, int warp)
+{
+    return tile_off((lane >> 4) * 8 + (lane & 7), 2 * warp + ((lane >> 3) & 1));
+}
+
 __device__ static inline void pack64(uint32_t f[4][4], const float x[8][4])
 {
 #pragma unroll
@@ -120,8 +127,8 @@ __device__ static inline void wg_state(float x[8][4], uint32_t sb[8][4], const f
     wg_kmajor<8>(x, sb, tile, 0);
 }
 
-/* Tokens 16 C .. + 15 of R^T = V^T - eg W^T. x: W^T, then R^T; v: V^T as pairs of rows g and g +
- * 8, of tokens 8 further likewise. */
+/* Tokens 16 C .. + 15 of R^T = V^T - eg W^T. x: W^T, then R^T; v: V^T as pairs of rows g and g
+ * + 8, of tokens 8 further likewise. */
 template <int C, typename E>
 __device__ static inline void residual16(float x[8][4], const uint32_t v[4], E eg)
 {
@@ -135,36 +142,24 @@ __device__ static inline void residual16(float x[8][4], const uint32_t v[4], E e
 }
 
 /* Vn^T = R^T A^T, in steps of 16 tokens: their products begin while the next ones' R is formed.
- * x: W^T, then R^T. */
-template <int C = 0, typename E>
-__device__ static inline void wg_solve(float y[8][4], float x[8][4], const uint32_t v[4][4],
-                                       E eg, uint32_t A)
+ * x: W^T, then R^T. V^T of step C is v[C], or with FROM_TILE v[0], read from a tile a step
+ * ahead, for the first step by the caller. */
+template <bool FROM_TILE, int C = 0, typename E>
+__device__ static inline void wg_solve(float y[8][4], float x[8][4], uint32_t v[][4],
+                                       uint32_t tile, E eg, uint32_t A)
 {
-    residual16<C>(x, v[C], eg);
+    residual16<C>(x, v[FROM_TILE ? 0 : C], eg);
+    if constexpr (FROM_TILE && C < 3)
+        ldsm4_t(v[0], tile + (C + 1) * 2048);
     wg_fence();
     wg_tri<C>(y, x + 2 * C, A);
     if constexpr (C < 3)
-        wg_solve<C + 1>(y, x, v, eg, A);
-}
-
-/* The same, V^T read from a tile a step ahead; v: the first step's. */
-template <int C = 0>
-__device__ static inline void wg_solve_from(float y[8][4], float x[8][4], uint32_t v[4],
-                                            uint32_t tile, const float *eg, uint32_t A)
-{
-    residual16<C>(x, v, eg);
-    if constexpr (C < 3)
-        ldsm4_t(v, tile + (C + 1) * 2048);
-    wg_fence();
-    wg_tri<C>(y, x + 2 * C, A);
-    if constexpr (C < 3)
-        wg_solve_from<C + 1>(y, x, v, tile, eg, A);
+        wg_solve<FROM_TILE, C + 1>(y, x, v, tile, eg, A);
 }
 
 /* S^T += (el Vn)^T K; y: Vn^T, then el Vn^T; f: where it is packed. K: two tiles. */
-template <typename E>
-__device__ static inline void wg_update(float S[16][4], uint32_t f[4][4], float y[8][4], E el,
-                                        uint32_t K)
+__device__ static inline void wg_update(float S[16][4], uint32_t f[4][4], float y[8][4],
+                                        const float *el, uint32_t K)
 {
     uint64_t d = desc_nmajor(K);
 #pragma unroll

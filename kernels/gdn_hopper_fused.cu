@@ -266,8 +266,8 @@ __device__ static inline void load_gates(const struct k_gdn_delta *a, struct fus
 
 /* ---- gram */
 
-/* Chunk g is in its stage: its rows behind the sequence's end become zeros. False behind the last.
- * n_left: items this warp has left. */
+/* Chunk g is in its stage: its rows behind the sequence's end become zeros. False behind the
+ * last. n_left: items this warp has left. */
 __device__ static inline bool stage_enter(struct fused_smem *s, uint32_t g, int *n_left)
 {
     int j = g % STAGES;
@@ -331,8 +331,9 @@ __device__ static inline void fused_gram(const struct gdn_maps *m, struct fused_
 
 /* ---- inverse */
 
-/* Chunks p, p + 2, .. by warps 2 p and 2 p + 1 of the warpgroup: the first one begins the copies
- * of the next one's gates while the second one makes factors of this one's; then both make A. */
+/* Chunks p, p + 2, .. by warps 2 p and 2 p + 1 of the warpgroup: the first one begins the
+ * copies of the next one's gates while the second one makes factors of this one's; then both
+ * make A. */
 __device__ static inline void fused_inverse(const struct k_gdn_delta *a, struct fused_smem *s)
 {
     int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5 & 3, 0), g = warp >> 1;
@@ -481,15 +482,15 @@ __device__ static inline void fused_chain(const struct k_gdn_delta *a, const str
             if (rows_of(item_again(s, k), i) < K_CHUNK)
                 value_clear(s->V[g & 1][threadIdx.x >> 7 & 1], rows_of(item_again(s, k), i));
             uint32_t tile = smem_addr(s->V[g & 1][threadIdx.x >> 7 & 1]) + corner_of(s);
-            uint32_t v[4];
-            ldsm4_t(v, tile);
+            uint32_t v[1][4];
+            ldsm4_t(v[0], tile);
             mbar_wait(&s->a_full[ring_at<INVERSES>(g)], ring_parity<INVERSES>(g));
             wg_wait<0>();
             wg_pin<8>(x);
             wg_pin<8>(O);
             float y[8][4];
-            wg_solve_from(y, x, v, tile, s->gates[ring_at<TABLES>(g)].eg,
-                          smem_addr(s->A[ring_at<INVERSES>(g)]));
+            wg_solve<true>(y, x, v, tile, (const float *)s->gates[ring_at<TABLES>(g)].eg,
+                           smem_addr(s->A[ring_at<INVERSES>(g)]));
             wg_commit();
             int save = gdn_save_slot(a, item_again(s, k)->first + i);
             float last = s->gates[ring_at<TABLES>(g)].eg[63];
@@ -569,27 +570,18 @@ __global__ static void __launch_bounds__(FUSED_THREADS, 1)
     for (int i = 0; i < INVERSES; i++)
         tri_clear(s->A[i], threadIdx.x, FUSED_THREADS);
     zero_rows(s->P[0], 2, 0, threadIdx.x, FUSED_THREADS);
-    if (threadIdx.x < 256) {
-        int lane = threadIdx.x & 31;
-        s->corner[threadIdx.x] = tile_off((lane >> 4) * 8 + (lane & 7),
-                                          2 * (threadIdx.x >> 5 & 3) + ((lane >> 3) & 1));
-    }
+    if (threadIdx.x < 256)
+        s->corner[threadIdx.x] = corner_off(threadIdx.x & 31, threadIdx.x >> 5 & 3);
     __syncthreads();
     if (group == 0) {
-#ifndef NOGRAM
         reg_dealloc<64>();
         fused_gram(&maps, s);
-#endif
     } else if (group == 1) {
-#ifndef NOINV
         reg_dealloc<64>();
         fused_inverse(&a, s);
-#endif
     } else {
-#ifndef NOCHAIN
         reg_alloc<192>();
         fused_chain(&a, &maps, s);
-#endif
     }
 }
 

@@ -126,16 +126,16 @@ __device__ static inline float2 mma8h(uint32_t a, uint32_t b)
     return make_float2(c[0], c[1]);
 }
 
-/* This lane's address for block (row, col) of a tile: exclusive or with col << 5 goes to another
- * column. */
+/* This lane's address for block (row, col) of a tile: exclusive or with col << 5 goes to
+ * another column. */
 __device__ static inline uint32_t tile_block(uint32_t tile, int row)
 {
     int lane = tid_again() & 31;
     return tile + (16 * row + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
 }
 
-/* This lane's row of an f16 block of K K^T or T, which lies in the first half of A's place for it
- * (triangle.cuh): its four 8x8 matrices in A operand order. */
+/* This lane's row of an f16 block of K K^T or T, which lies in the first half of A's place for
+ * it (triangle.cuh): its four 8x8 matrices in A operand order. */
 __device__ static inline uint32_t block_at(uint32_t tri, int w, int c)
 {
     return tri + tri_block(w, c) + (tid_again() & 31) * 16;
@@ -453,10 +453,10 @@ __device__ static inline void prep_inverse(const struct gate_table *s, uint32_t 
     inverse_store_diag(s->cut + 16 * warp, out + tri_packed(warp, warp) / 4, d);
 }
 
-/* The same by two warps, p of them 0 and 1, same bits, and A in the place of T: rows 0 and 3, rows
- * 1 and 2. Each has two diagonal blocks and three below: (3, 2), (3, 1), (3, 0); (1, 0), (2, 1),
- * (2, 0). Warp 1 needs only diagonals of warp 0, which then waits for it once. A block is
- * overwritten with A when the other warp does not read its T any more. Takes 3 barriers. */
+/* The same by two warps, p of them 0 and 1, same bits, and A in the place of T: rows 0 and 3,
+ * rows 1 and 2. Each has two diagonal blocks and three below: (3, 2), (3, 1), (3, 0); (1, 0),
+ * (2, 1), (2, 0). Warp 1 needs only diagonals of warp 0, which then waits for it once. A block
+ * is overwritten with A when the other warp does not read its T any more. Takes 3 barriers. */
 __device__ static inline void prep_inverse_pair(const struct gate_table *s, uint32_t tri, int p,
                                                 int barrier)
 {

@@ -10,9 +10,9 @@
  * maximum and f32 sum of its own (485 terms for a vocabulary of 248320); the sums meet in a
  * fixed tree, the logarithm is f64. Candidates: the 20th largest of the threads' maxima is at
  * most the 20th largest logit, so only threads whose maximum reaches it have candidates: their
- * logits alone are read again. All that reach it go to a list in shared memory, in any order, and
- * are ranked by (logprob as given out, lower id). A list that overflows (more than LIST equal or
- * nearly equal logits at the top) is made again, one candidate a pass over the row.
+ * logits alone are read again. All that reach it go to a list in shared memory, in any order,
+ * and are ranked by (logprob as given out, lower id). A list that overflows (more than LIST
+ * equal or nearly equal logits at the top) is made again, one candidate a pass over the row.
  * Limit: bytes, 4 * vocab a row. Grid n_rows, block 512, shared 12 KB. */
 #include "common.cuh"
 

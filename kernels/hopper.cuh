@@ -138,8 +138,8 @@ __device__ static inline void bulk_done(void)
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-/* One of the arrivals that `bar` counts, when this thread's cp.async so far have landed. Who waits
- * for it has to fence_async before the tensor cores read. */
+/* One of the arrivals that `bar` counts, when this thread's cp.async so far have landed. Who
+ * waits for it has to fence_async before the tensor cores read. */
 __device__ static inline void cp_arrive(uint64_t *bar)
 {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_addr(bar))
@@ -148,8 +148,8 @@ __device__ static inline void cp_arrive(uint64_t *bar)
 
 /* ---- clusters: blocks that share a bulk copy ---- */
 
-/* Box of a tensor map at (x, y) to the same place in every block of `mask`, whose barriers at the
- * same place as `bar` count its bytes. */
+/* Box of a tensor map at (x, y) to the same place in every block of `mask`, whose barriers at
+ * the same place as `bar` count its bytes. */
 __device__ static inline void tma_load2_to(void *dst, const CUtensorMap *map, uint64_t *bar,
                                            int x, int y, uint16_t mask)
 {
@@ -349,7 +349,8 @@ __device__ static inline void wg_nmajor(float acc[16][4], const uint32_t a[4][4]
         wg_n128(acc, a[ks], d + ks * 128);
 }
 
-/* Four 8x8 matrices of packed pairs to the rows at the lanes' addresses: the inverse of ldsm4. */
+/* Four 8x8 matrices of packed pairs to the rows at the lanes' addresses: the inverse of
+ * ldsm4. */
 __device__ static inline void stsm4(uint32_t addr, const uint32_t r[4])
 {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(addr),

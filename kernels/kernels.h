@@ -33,10 +33,10 @@ struct k_device {
 
 cudaError_t k_device_query(int32_t device, struct k_device *out);
 
-/* The packed step as kernels see it; device pointers, counts are host values. n_tokens, n_chunks
- * and max_len may be larger than the batch's own: entries of the map beyond its chunks count on
- * past the end of the last sequence, and what belongs to them is neither read nor written. Empty
- * sequences with start not 0 leave their slot alone and may share it. */
+/* The packed step as kernels see it; device pointers, counts are host values. n_tokens,
+ * n_chunks and max_len may be larger than the batch's own: entries of the map beyond its chunks
+ * count on past the end of the last sequence, and what belongs to them is neither read nor
+ * written. Empty sequences with start not 0 leave their slot alone and may share it. */
 struct k_batch {
     int32_t n_tokens;          /* T */
     int32_t n_seqs;            /* N, 0..K_MAX_SEQS; empty sequences are allowed */
@@ -157,9 +157,10 @@ struct k_attn_dims {
     int32_t ld;      /* row length of the projection, a multiple of 8 */
 };
 
-/* One attention layer's pages: for each page and KV head, blocks of 64 positions, each of D / 64
- * panels of 64 dims: [n_pages, HK, P / 64, D / 64, 64, 64] bf16, 16-byte unit u of a panel's row
- * r lying at u ^ (r & 7) (the tile of tile.cuh). k_kv_offset says where a position's dim is. */
+/* One attention layer's pages: for each page and KV head, blocks of 64 positions, each of D /
+ * 64 panels of 64 dims: [n_pages, HK, P / 64, D / 64, 64, 64] bf16, 16-byte unit u of a panel's
+ * row r lying at u ^ (r & 7) (the tile of tile.cuh). k_kv_offset says where a position's dim
+ * is. */
 struct k_kv_pages {
     int32_t n_pages;
     int32_t page_tokens;       /* P, a multiple of 64 */
@@ -237,8 +238,8 @@ struct k_moe_list {
     int32_t *counts;       /* private */
 };
 
-/* Workspace of a list, and the list laid out in such a workspace (nothing is launched; n_live is
- * NULL). */
+/* Workspace of a list, and the list laid out in such a workspace (nothing is launched; n_live
+ * is NULL). */
 size_t k_moe_list_bytes(int64_t n_rows, int32_t top_k, int32_t E);
 void k_moe_list_make(struct k_moe_list *list, void *work, int32_t n_rows, int32_t top_k,
                      int32_t E);
@@ -250,8 +251,8 @@ struct k_moe_sort {
 };
 cudaError_t k_moe_sort(const struct k_moe_sort *a, cudaStream_t stream);
 
-/* c[i] = a[i or rows[i]] w[expert of place i]^T for every place i of the list. With swiglu, w is
- * gate rows | up rows and c = silu(gate) * up from the f32 sums, rows / 2 columns. A place's
+/* c[i] = a[i or rows[i]] w[expert of place i]^T for every place i of the list. With swiglu, w
+ * is gate rows | up rows and c = silu(gate) * up from the f32 sums, rows / 2 columns. A place's
  * bits depend on its own row and expert alone: k in ascending steps of 16, never split. */
 struct k_moe_gemm {
     const struct k_device *dev; /* host memory; NULL: the portable body */
@@ -308,8 +309,8 @@ struct k_head_norm {
 cudaError_t k_head_norm(const struct k_head_norm *a, cudaStream_t stream);
 
 /* Log-sum-exp, the target's logprob, candidates and the count of NaN and infinite logits for a
- * block of rows; backend.h op_head. A row's bits do not depend on its block. The caller makes the
- * logits in blocks of rows (h times the head's weight, f32 out). */
+ * block of rows; backend.h op_head. A row's bits do not depend on its block. The caller makes
+ * the logits in blocks of rows (h times the head's weight, f32 out). */
 struct k_head_reduce {
     int32_t n_rows;
     int32_t vocab;
@@ -334,9 +335,9 @@ struct k_sample_row {
     int32_t n_adjust, adjust0;
 };
 
-/* A token for each sample whose row is among these, after k_head_reduce of the same rows: sampled_id
- * and sampled_logprob of out. Changes the logits of those rows, and add of their adjustments. A
- * row's token does not depend on the others. */
+/* A token for each sample whose row is among these, after k_head_reduce of the same rows:
+ * sampled_id and sampled_logprob of out. Changes the logits of those rows, and add of their
+ * adjustments. A row's token does not depend on the others. */
 struct k_sample {
     int32_t n_samples;
     int32_t row0, n_rows; /* the step's rows that logits and out hold */

@@ -9,7 +9,8 @@
  * All sums f32 in a fixed order; a row's results depend on nothing but the row.
  *
  * route:   a warp a row, E / 32 logits a lane. Limit: latency; 8 rounds of a warp's maximum.
- * sort:    three launches: counts of each 2048 places by expert (atomics on integers), one block
+ * sort:    three launches: counts of each 2048 places by expert (atomics on integers), one
+ * block
  *   that scans them (a thread an expert) and lists the tiles, and the placing: a warp ranks its
  *   256 places 32 at a time by matching lanes, after the places before it. Limit: latency.
  * combine: a block a row. Limit: bytes, 2 * (top_k + 3) * M a row. */
@@ -27,8 +28,8 @@ __device__ static inline float warp_max(float x)
     return x;
 }
 
-/* A probability as a number whose order is that of the choice: NaN is less than any, so that ids
- * are good ones even then, and 0 is no candidate. */
+/* A probability as a number whose order is that of the choice: NaN is less than any, so that
+ * ids are good ones even then, and 0 is no candidate. */
 __device__ static inline uint32_t route_key(float p)
 {
     return p >= 0 ? __float_as_uint(p) + 2 : 1;

@@ -1,17 +1,17 @@
 /* Grouped product over the experts' rows: c = a w[expert]^T, with or without SwiGLU.
  *
  * gdn.md 1.6. Block: 128 places of one expert (a tile of the list) by 128 rows of its weight; 4
- * warps of 64 x 64, bf16 operands, f32 sums over k in ascending steps of 16. With SwiGLU the 128
- * weight rows are 64 gate rows and the 64 up rows of the same outputs, and the block gives 64
- * outputs silu(gate) * up; a warp has both rows of an output. A place's bits depend on its row
- * and expert alone.
+ * warps of 64 x 64, bf16 operands, f32 sums over k in ascending steps of 16. With SwiGLU the
+ * 128 weight rows are 64 gate rows and the 64 up rows of the same outputs, and the block gives
+ * 64 outputs silu(gate) * up; a warp has both rows of an output. A place's bits depend on its
+ * row and expert alone.
  *
  * Rows come by cp.async, 64 columns of k a stage, 3 stages of 32 KB; places past the expert's
  * last are zeros, and warps with no place skip the products. Grid max_tiles * column blocks,
  * columns fastest so that the blocks in flight share rows of a; the blocks past n_tiles end at
  * once. Block 128, shared 97 KB, two a multiprocessor on sm_90.
- * Limit: the L2 (64 FLOP a byte of tiles; seen: 5 TB/s) for many rows an expert, the bytes of the
- * weights for few. Hopper has its own body, moe_hopper.cu. */
+ * Limit: the L2 (64 FLOP a byte of tiles; seen: 5 TB/s) for many rows an expert, the bytes of
+ * the weights for few. Hopper has its own body, moe_hopper.cu. */
 #include "moe_gemm.cuh"
 
 // ---- kernels

@@ -1,17 +1,19 @@
-/* The experts' products on Hopper: formula and the order of every sum as moe_gemm.cu, same bits.
+/* The experts' products on Hopper: formula and the order of every sum as moe_gemm.cu, same
+ * bits.
  *
- * A cluster of two blocks takes a pair of tiles of the list, 2 * 128 places of one expert, by 256
- * rows of its weight (with SwiGLU 128 gate rows and the 128 up rows of the same outputs). Each
- * block copies half of the weight rows to both: what the L2 gives is 128 FLOP a byte, and it is
- * the limit. Warpgroup 0 of a block gathers its 128 rows of a by cp.async and issues the weight
- * copies, 64 columns of k a stage, 4 stages of 48 KB; warpgroups 1 and 2 multiply 64 rows each by
- * wgmma, both operands from shared memory, and hand 64 columns at a time to the copy engine, from
- * two tiles each. A warpgroup or block without places passes its stages on and multiplies nothing.
+ * A cluster of two blocks takes a pair of tiles of the list, 2 * 128 places of one expert, by
+ * 256 rows of its weight (with SwiGLU 128 gate rows and the 128 up rows of the same outputs).
+ * Each block copies half of the weight rows to both: what the L2 gives is 128 FLOP a byte, and
+ * it is the limit. Warpgroup 0 of a block gathers its 128 rows of a by cp.async and issues the
+ * weight copies, 64 columns of k a stage, 4 stages of 48 KB; warpgroups 1 and 2 multiply 64
+ * rows each by wgmma, both operands from shared memory, and hand 64 columns at a time to the
+ * copy engine, from two tiles each. A warpgroup or block without places passes its stages on
+ * and multiplies nothing.
  *
  * A stage is full when the rows of 128 threads and the 32 KB of weights are there; it is empty
  * when the 8 multiplying warps of both blocks are done with it. Clusters take (pair, column
- * block) items in turn, columns fastest, and the loading warpgroup runs ahead into the next item.
- * Grid 2 a pair of multiprocessors, block 384, shared 225 KB, registers 56 + 2 * 224.
+ * block) items in turn, columns fastest, and the loading warpgroup runs ahead into the next
+ * item. Grid 2 a pair of multiprocessors, block 384, shared 225 KB, registers 56 + 2 * 224.
  * Limit: L2 and tensor cores for many rows an expert, the bytes of the weights for few. */
 #include "hopper.cuh"
 #include "moe_gemm.cuh"
@@ -124,7 +126,8 @@ __device__ static inline void release(struct hopper_smem *s, int it)
         mbar_arrive_at(&s->empty[slot_of(it)], lane);
 }
 
-/* 64 outputs of 16 rows, low[nt] or silu(low[nt]) * high[nt], into this warp's part of a tile. */
+/* 64 outputs of 16 rows, low[nt] or silu(low[nt]) * high[nt], into this warp's part of a
+ * tile. */
 __device__ static inline void stage_rows(bool swiglu, const float low[8][4],
                                          const float high[8][4], uint32_t tile, int warp)
 {
@@ -154,8 +157,8 @@ struct gemm_out {
 };
 
 /* 64 outputs of the warpgroup's 64 rows, n of which are places, from column `col`. A tile of 64
- * places goes by the copy engine, while the warpgroup goes on; of fewer, row by row: what follows
- * them in memory is another expert's. */
+ * places goes by the copy engine, while the warpgroup goes on; of fewer, row by row: what
+ * follows them in memory is another expert's. */
 __device__ static inline void store_tile(const struct k_moe_gemm *a, const CUtensorMap *map,
                                          const struct gemm_item *m, struct gemm_out *o,
                                          const float low[8][4], const float high[8][4], int r0,

@@ -1,11 +1,11 @@
 /* A token from a row of logits, chosen by chance: struct row_sample of backend.h.
  *
- * A block a sample. The cuts by count and by mass look for a threshold on e = exp((x - max) / T) by
- * halving the range of its bits, which for floats from 0 on are in the order of their values: at
- * most 31 passes over the row each, which the L2 holds. The draw sums e in order of ids: threads
- * have segments of the row, their sums meet in one order, and the segment that passes u of the
- * whole is walked. Sums of a thread are f32 in passes (485 terms for a vocabulary of 248320) and
- * f64 in the draw; nothing depends on other rows.
+ * A block a sample. The cuts by count and by mass look for a threshold on e = exp((x - max) /
+ * T) by halving the range of its bits, which for floats from 0 on are in the order of their
+ * values: at most 31 passes over the row each, which the L2 holds. The draw sums e in order of
+ * ids: threads have segments of the row, their sums meet in one order, and the segment that
+ * passes u of the whole is walked. Sums of a thread are f32 in passes (485 terms for a
+ * vocabulary of 248320) and f64 in the draw; nothing depends on other rows.
  * Limit: 31 to 62 times vocab exponentials a row. Grid n_samples, block 512, shared 4.2 KB. */
 #include <math_constants.h>
 

@@ -1,15 +1,15 @@
-/* Products with a lower triangular [64, 64] matrix in tf32, halves of whose rows know nothing of
- * the columns behind them.
+/* Products with a lower triangular [64, 64] matrix in tf32, halves of whose rows know nothing
+ * of the columns behind them.
  *
  * tf32 is float32 of which the tensor cores read the sign, the exponent and 10 bits of the
  * fraction: the range of float32, the precision of half.
  *
- * A block is [16, 16] in 1024 bytes: of rows 8 r .. and columns 8 e .. + 7 the even ones (h = 0)
- * or the odd ones (h = 1) are 8 rows of 16 bytes at r * 512 + e * 256 + h * 128: a core matrix as
- * wgmma reads it without a swizzle. In that order of k two neighbours of an accumulator are, as
- * they are, an A operand; and a lane's element of accumulator layout is at 4 * lane.
- * In shared memory 12 blocks, in pairs of a column's block rows 0, 1 or 2, 3; in memory the 10 of
- * them that are not zero. */
+ * A block is [16, 16] in 1024 bytes: of rows 8 r .. and columns 8 e .. + 7 the even ones (h =
+ * 0) or the odd ones (h = 1) are 8 rows of 16 bytes at r * 512 + e * 256 + h * 128: a core
+ * matrix as wgmma reads it without a swizzle. In that order of k two neighbours of an
+ * accumulator are, as they are, an A operand; and a lane's element of accumulator layout is at
+ * 4 * lane. In shared memory 12 blocks, in pairs of a column's block rows 0, 1 or 2, 3; in
+ * memory the 10 of them that are not zero. */
 #ifndef PREFILLD_TRIANGLE_CUH
 #define PREFILLD_TRIANGLE_CUH
 

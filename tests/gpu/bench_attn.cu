@@ -1,5 +1,6 @@
-/* Attention at 16 query and 2 KV heads (and 24 and 4, the 27B's), pages of 64: median of 40 launches. TFLOP/s counts
- * 4 * D * HQ for each (query, key) pair that the causal mask leaves; bytes are not the limit. */
+/* Attention at 16 query and 2 KV heads (and 24 and 4, the 27B's), pages of 64: median of 40
+ * launches. TFLOP/s counts 4 * D * HQ for each (query, key) pair that the causal mask leaves;
+ * bytes are not the limit. */
 #include "gpu.cuh"
 
 static struct k_device dev;

@@ -1,7 +1,7 @@
 /* The gated delta rule in every shape of ../shared/peers.md: milliseconds, target, floor, ratio
- * to the better peer. One call a graph, replayed over rotated inputs; median and spread of 60. The
- * card rests for half a second before each: its clock falls under load, and a row's figure should
- * not follow from the rows before it.
+ * to the better peer. One call a graph, replayed over rotated inputs; median and spread of 60.
+ * The card rests for half a second before each: its clock falls under load, and a row's figure
+ * should not follow from the rows before it.
  * Arguments: `bodies` times each body too; a head pair such as 16/32 picks one table, a step
  * such as 1x8192 its row. */
 #include <algorithm>

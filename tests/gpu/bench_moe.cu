@@ -1,6 +1,6 @@
-/* A layer of experts as the 35B-A3B has it (E 256, top 8, M 2048, F 512), operation by operation:
- * median of 40 launches. The weights (1.6 GB) are far more than the L2. GB/s counts the weights of
- * the experts that have rows, rows in and rows out once. */
+/* A layer of experts as the 35B-A3B has it (E 256, top 8, M 2048, F 512), operation by
+ * operation: median of 40 launches. The weights (1.6 GB) are far more than the L2. GB/s counts
+ * the weights of the experts that have rows, rows in and rows out once. */
 #include "gpu.cuh"
 
 static struct k_device dev;

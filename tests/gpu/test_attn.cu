@@ -2,10 +2,10 @@
  * operands. Pages and outputs are poisoned: what a token may not read is NaN.
  *
  * Tolerances. A rounding to bf16 (8 significant bits) is off by at most 2^-8. Preparation: one
- * rounding of f32 arithmetic, and an absolute part for rotations that cancel. Attention: weights
- * are rounded before they meet v, the output once more, so the error of o = sigmoid(gate)
- * sum(p v) / sum(p) is at most 2^-8 (sigmoid(gate) sum(p |v|) / sum(p) + |o|); 5% more and 1e-5
- * are left to f32 scores (256 terms), exponentials and sums.
+ * rounding of f32 arithmetic, and an absolute part for rotations that cancel. Attention:
+ * weights are rounded before they meet v, the output once more, so the error of o =
+ * sigmoid(gate) sum(p v) / sum(p) is at most 2^-8 (sigmoid(gate) sum(p |v|) / sum(p) + |o|); 5%
+ * more and 1e-5 are left to f32 scores (256 terms), exponentials and sums.
  * `small` as first argument: sizes for compute-sanitizer. */
 #include <algorithm>
 

@@ -1,8 +1,8 @@
 /* Tests of the head's norm and reduction against host loops in f64; outputs are poisoned.
  *
- * Tolerances. Norm: as test_ops. lse: a thread sums at most ceil(vocab / 2048) groups of 4 terms
- * in f32, then 21 more sums: (vocab / 2048 + 24) * 2^-24 relative at most, with 2^-20 for the
- * exponentials of differences down to -30 and f32 output. Logprobs add one f32 rounding.
+ * Tolerances. Norm: as test_ops. lse: a thread sums at most ceil(vocab / 2048) groups of 4
+ * terms in f32, then 21 more sums: (vocab / 2048 + 24) * 2^-24 relative at most, with 2^-20 for
+ * the exponentials of differences down to -30 and f32 output. Logprobs add one f32 rounding.
  * `small`: sizes for compute-sanitizer. */
 #include <algorithm>
 

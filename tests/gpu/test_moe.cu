@@ -1,10 +1,11 @@
 /* Tests of the mixture of experts: routing, sort, grouped products, combination, each against
  * plain host loops in f64 on the same operands; outputs and workspaces are poisoned.
  *
- * Tolerances. Routing: f32 arithmetic, 2e-5 relative. Products: one rounding to bf16 (2^-8), and
- * f32 sums: a step of 16 products is aligned and cut to some 2^-23 of the largest sum, so
- * cols / 16 steps give at most cols / 16 * 2^-22 * sum |a w|; SwiGLU carries both factors' errors
- * on. Combination: one rounding and 1e-6 of the magnitudes. `small`: sizes for compute-sanitizer.
+ * Tolerances. Routing: f32 arithmetic, 2e-5 relative. Products: one rounding to bf16 (2^-8),
+ * and f32 sums: a step of 16 products is aligned and cut to some 2^-23 of the largest sum, so
+ * cols / 16 steps give at most cols / 16 * 2^-22 * sum |a w|; SwiGLU carries both factors'
+ * errors on. Combination: one rounding and 1e-6 of the magnitudes. `small`: sizes for
+ * compute-sanitizer.
  */
 #include <algorithm>
 
@@ -26,8 +27,8 @@ static double softmax_at(const float *x, int E, std::vector<double> &p)
     return max;
 }
 
-/* Chosen ids are good when nothing left out has a larger logit (or an equal one and a lower id),
- * as far as f32 probabilities can tell logits apart. */
+/* Chosen ids are good when nothing left out has a larger logit (or an equal one and a lower
+ * id), as far as f32 probabilities can tell logits apart. */
 static bool route_row_ok(const float *x, int E, int k, bool renorm, const int32_t *ids,
                          const float *w)
 {
@@ -89,7 +90,8 @@ static void test_route(int n, int E, int k, bool renorm)
     result(ok, "route %d rows, E %d, top %d%s: ties, NaN", n, E, k, renorm ? ", renorm" : "");
 }
 
-/* A layer's worth of choices, made on the host. kind 0: random; 1: all rows choose 0 .. k - 1. */
+/* A layer's worth of choices, made on the host. kind 0: random; 1: all rows choose 0 .. k -
+ * 1. */
 struct moe_case {
     int n, E, k;
     dbuf<int32_t> ids;

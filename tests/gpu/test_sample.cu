@@ -1,6 +1,6 @@
 /* Tests of sampling against sorting in f64 on the host: u at the middle of a token's share must
- * give that token. Shares under 1e-4 are passed over: f32 exponentials and sums place their edges
- * to about 1e-6. `small`: sizes for compute-sanitizer. */
+ * give that token. Shares under 1e-4 are passed over: f32 exponentials and sums place their
+ * edges to about 1e-6. `small`: sizes for compute-sanitizer. */
 #include <algorithm>
 
 #include <functional>
