@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <jansson.h>
 
@@ -14,6 +15,7 @@
 enum { PATH_CAP = 4096, INDEX_MAX_BYTES = 256 << 20, SHARDS_MAX = 4096, NAMED_MAX = 20 };
 
 static const char index_name[] = "model.safetensors.index.json";
+static const char single_name[] = "model.safetensors";
 
 /* The name of a file in the same directory, nothing else: a checkpoint must not make us open
  * files elsewhere. */
@@ -83,6 +85,24 @@ static int list_shards(const char *path, json_t *weight_map, struct shards *l, s
     if (l->n == 0)
         return errmsg_set(e, ERR_INVALID, "%s: weight_map is empty", path);
     return 0;
+}
+
+/* One of the two was left there by an earlier save, and loaders differ in which one they
+ * take. */
+static int check_one_choice(const char *dir, const struct shards *l, struct errmsg *e)
+{
+    char path[PATH_CAP];
+    for (size_t i = 0; i < l->n; i++)
+        if (strcmp(l->names[i], single_name) == 0)
+            return 0;
+    int rc = join_path(path, dir, single_name, e);
+    if (rc != 0 || access(path, F_OK) != 0)
+        return rc;
+    return errmsg_set(
+        e, ERR_INVALID,
+        "%s: there is %s beside %s, which names other files; accepted: one of the "
+        "two, the other removed",
+        dir, single_name, index_name);
 }
 
 /* Opens every shard; those that are not there are named together. from[i] is the first tensor
@@ -164,6 +184,8 @@ static int open_index(const char *dir, const char *path, const struct buf *text,
                           path, where.line, where.column);
     json_t *weight_map = json_object_get(root, "weight_map");
     int rc = list_shards(path, weight_map, &l, e);
+    if (rc == 0)
+        rc = check_one_choice(dir, &l, e);
     if (rc == 0) {
         from = calloc(l.n + 1, sizeof(*from));
         rc = from ? open_shards(s, dir, &l, from, e)
@@ -194,7 +216,7 @@ static int find_single(const char *dir, char path[PATH_CAP], struct errmsg *e)
     for (struct dirent *f; (f = readdir(d));) {
         if (!is_shard_name(f->d_name))
             continue;
-        bool is_usual = strcmp(f->d_name, "model.safetensors") == 0;
+        bool is_usual = strcmp(f->d_name, single_name) == 0;
         if (is_usual || n_found == 0)
             snprintf(found, sizeof(found), "%s", f->d_name);
         if (is_usual) {
@@ -205,12 +227,11 @@ static int find_single(const char *dir, char path[PATH_CAP], struct errmsg *e)
     }
     closedir(d);
     if (n_found == 0)
-        return errmsg_set(e, ERR_IO, "%s: no model.safetensors and no %s", dir, index_name);
+        return errmsg_set(e, ERR_IO, "%s: no %s and no %s", dir, single_name, index_name);
     if (n_found > 1)
-        return errmsg_set(
-            e, ERR_INVALID,
-            "%s: %d .safetensors files, none of them model.safetensors, and no %s", dir,
-            n_found, index_name);
+        return errmsg_set(e, ERR_INVALID,
+                          "%s: %d .safetensors files, none of them %s, and no %s", dir, n_found,
+                          single_name, index_name);
     return join_path(path, dir, found, e);
 }
 

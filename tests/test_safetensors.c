@@ -390,6 +390,30 @@ Test(safetensors, shards)
     ckpt_dir_close(&d);
 }
 
+/* Shards with their index and a model.safetensors: which of the two is the model is not
+ * guessed. An index may name that file, too. */
+Test(safetensors, shards_beside_a_single_file)
+{
+    struct ckpt_dir d;
+    struct ckpt c;
+    struct st_set *s;
+    struct errmsg e;
+    ckpt_dir_open(&d);
+    write_shards(&d);
+    ckpt_dir_put(&d, INDEX, MAP("\"a\":" ONE ",\"b\":" TWO ",\"c\":" TWO));
+    ckpt_init(&c);
+    ckpt_add(&c, "a", ST_F32, two);
+    ckpt_write(&c, ckpt_dir_file(&d, "model.safetensors"), 0);
+    ckpt_fini(&c);
+    cr_assert(st_open_dir(d.path, &s, &e) == ERR_INVALID);
+    has_words(e.text, "model.safetensors beside " INDEX "|accepted: one", "both");
+    ckpt_dir_put(&d, INDEX, MAP("\"a\":\"model.safetensors\""));
+    cr_assert(st_open_dir(d.path, &s, &e) == 0 && st_count(s) == 1);
+    check_tensor(s, "a", ST_F32, two);
+    st_close(s);
+    ckpt_dir_close(&d);
+}
+
 Test(safetensors, directories)
 {
     struct ckpt_dir d;
