@@ -291,31 +291,46 @@ static int check_quantization(const struct reader *r)
     return 0;
 }
 
+/* One set of parameters for all layers, without scaling. Where parameters stand by kind of
+ * layer, their names are not where they are read. */
+static int check_rope(const struct reader *r, const json_t *rope)
+{
+    char path[96];
+    const char *name;
+    json_t *v;
+    if (rope && !json_is_object(rope) && !json_is_null(rope))
+        return refuse(r, ERR_INVALID, "rope_parameters", rope, "an object");
+    json_object_foreach((json_t *)rope, name, v)
+    {
+        bool is_type = strcmp(name, "rope_type") == 0 || strcmp(name, "type") == 0;
+        bool is_default = json_is_string(v) && strcmp(json_string_value(v), "default") == 0;
+        if (!json_is_object(v) && (!is_type || is_default))
+            continue;
+        snprintf(path, sizeof(path), "rope_parameters.%.64s", name);
+        make_printable(path);
+        return refuse(r, ERR_UNSUPPORTED, path, v, "%s",
+                      is_type ? "\"default\"" : "one set of parameters for all layers");
+    }
+    return 0;
+}
+
 /* rope_parameters first, flat names second. */
 static int read_rope(struct reader *r)
 {
-    static const char *const where = "rope_parameters";
     double theta = 10000.0, factor = 0.25;
     const json_t *v = json_object_get(r->text, "rope_scaling");
     if (v && !json_is_null(v))
         return refuse(r, ERR_UNSUPPORTED, "rope_scaling", v, "null (no scaling)");
-    const json_t *rope = json_object_get(r->text, where);
-    if (rope && !json_is_object(rope) && !json_is_null(rope))
-        return refuse(r, ERR_INVALID, where, rope, "an object");
-    static const char *const types[] = {"rope_type", "type"};
-    for (int i = 0; i < 2; i++) {
-        v = json_object_get(rope, types[i]);
-        if (v && (!json_is_string(v) || strcmp(json_string_value(v), "default") != 0))
-            return refuse(r, ERR_UNSUPPORTED,
-                          i ? "rope_parameters.type" : "rope_parameters.rope_type", v,
-                          "\"default\"");
-    }
+    const json_t *rope = json_object_get(r->text, "rope_parameters");
+    int rc = check_rope(r, rope);
+    if (rc != 0)
+        return rc;
     v = json_object_get(rope, "rope_theta");
     const char *key = v ? "rope_parameters.rope_theta" : "rope_theta";
     if (!v)
         v = json_object_get(r->text, "rope_theta");
     if (v) {
-        int rc = read_positive(r, key, v, 1e30, &theta);
+        rc = read_positive(r, key, v, 1e30, &theta);
         if (rc != 0)
             return rc;
     }
@@ -324,7 +339,7 @@ static int read_rope(struct reader *r)
     if (!v)
         v = json_object_get(r->text, "partial_rotary_factor");
     if (v) {
-        int rc = read_positive(r, key, v, 1.0, &factor);
+        rc = read_positive(r, key, v, 1.0, &factor);
         if (rc != 0)
             return rc;
     }
@@ -424,6 +439,26 @@ static int check_heads(const struct reader *r)
     return 0;
 }
 
+/* The whole config's flag rules over the text part's; what none of them calls tied has a head
+ * of its own. */
+static int read_tie(struct reader *r)
+{
+    static const char key[] = "tie_word_embeddings";
+    const json_t *from[] = {r->text, r->root};
+    bool is_said = false, is_tied = false;
+    for (int i = 0; i < 2; i++) {
+        if (from[i] == r->root)
+            r->prefix = "";
+        int rc = read_bool(r, from[i], key, &r->a.tie_flag);
+        if (rc != 0)
+            return rc;
+        is_said |= json_object_get(from[i], key) != NULL;
+        is_tied |= r->a.tie_flag;
+    }
+    r->a.needs_head = is_said && !is_tied;
+    return 0;
+}
+
 static int read_config(struct reader *r)
 {
     struct arch *a = &r->a;
@@ -452,12 +487,8 @@ static int read_config(struct reader *r)
         rc = read_token_id(r, "bos_token_id", &a->bos_id);
     if (rc == 0)
         rc = read_token_id(r, "pad_token_id", &a->pad_id);
-    /* The whole config's flag rules over the text part's. */
     if (rc == 0)
-        rc = read_bool(r, r->text, "tie_word_embeddings", &a->tie_flag);
-    r->prefix = "";
-    if (rc == 0)
-        rc = read_bool(r, r->root, "tie_word_embeddings", &a->tie_flag);
+        rc = read_tie(r);
     a->eps = (float)eps;
     a->conv_dim = 2 * a->H * a->K + a->HV * a->V;
     return rc;

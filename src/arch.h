@@ -27,7 +27,8 @@ struct arch {
     int32_t vocab;
     int32_t max_positions;
     float eps;
-    bool tie_flag; /* tie_word_embeddings as the file says; lm_head's presence decides */
+    bool tie_flag;   /* tie_word_embeddings as the file says; lm_head's presence decides */
+    bool needs_head; /* the file has that flag, and nowhere as true */
     int32_t eos_id, bos_id, pad_id; /* below vocab; -1: none; the first of a list */
 
     enum layer_kind *layers; /* [n_layers], owned */

@@ -130,6 +130,8 @@ int weights_check(const struct arch *a, const struct st_set *set, struct errmsg 
     say_names(e, "missing", &r->missing);
     say_names(e, "of another shape", &r->shape);
     say_names(e, "that this model does not have", &r->extra);
+    if (a->needs_head && !st_find(set, "lm_head.weight"))
+        errmsg_add(e, "; tie_word_embeddings is false, so lm_head.weight is not the embedding");
 done:
     plan_fini(&plan);
     free(used);

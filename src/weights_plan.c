@@ -292,8 +292,9 @@ void plan_init(struct plan *p, const struct arch *a, const struct st_set *set)
     *p = (struct plan){.a = a, .set = set, .prefix = "model.", .tied = a->tie_flag};
     if (!set)
         return;
-    /* The file decides, not the flag: a head that is there is used. */
-    p->tied = !st_find(set, "lm_head.weight");
+    /* The file decides, not the flag: a head that is there is used. One that is not there is
+     * the embedding, unless the flag says that it is another. */
+    p->tied = !st_find(set, "lm_head.weight") && !a->needs_head;
     for (size_t i = 0; i < st_count(set); i++)
         if (strncmp(st_at(set, i)->name, nested, strlen(nested)) == 0) {
             p->prefix = nested;

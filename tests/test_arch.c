@@ -298,10 +298,8 @@ Test(arch, fixtures)
                       a.tie_flag == rows[i].tie,
                   "%s", rows[i].name);
         cr_assert(a.H == rows[i].H && a.HV == rows[i].HV && a.HQ == rows[i].HQ &&
-                      a.HK == rows[i].HK && a.M == rows[i].M,
-                  "%s", rows[i].name);
-        cr_assert(a.F == rows[i].F && a.E == rows[i].E && a.top_k == rows[i].top_k &&
-                      a.eos_id == rows[i].eos,
+                      a.HK == rows[i].HK && a.M == rows[i].M && a.F == rows[i].F &&
+                      a.E == rows[i].E && a.top_k == rows[i].top_k && a.eos_id == rows[i].eos,
                   "%s", rows[i].name);
         cr_assert(a.n_layers == 4 && a.n_gdn == 3 && a.n_attn == 1 && a.rope_theta == 1e7f &&
                       a.rot_dim == 64 && a.max_positions == 262144,
@@ -376,9 +374,8 @@ Test(arch, which_layers_are_mixtures)
 Test(arch, layer_kinds_and_token_ids)
 {
     struct arch a = accepted(NEXT("\"num_hidden_layers\": 3, \"full_attention_interval\": 2"));
-    cr_assert(a.layers[0] == LAYER_GDN && a.layers[1] == LAYER_ATTN &&
-              a.layers[2] == LAYER_GDN);
-    cr_assert(a.n_gdn == 2 && a.n_attn == 1);
+    cr_assert(a.layers[0] == LAYER_GDN && a.layers[1] == LAYER_ATTN && a.n_gdn == 2 &&
+              a.n_attn == 1);
     arch_fini(&a);
     a = accepted(NEXT("\"num_hidden_layers\": 2, \"full_attention_interval\": 9, "
                       "\"layer_types\": [\"full_attention\", \"linear_attention\"]"));
@@ -393,10 +390,13 @@ Test(arch, layer_kinds_and_token_ids)
     a = accepted("{\"model_type\": \"qwen3_5\", \"eos_token_id\": 1, \"bos_token_id\": 2, "
                  "\"tie_word_embeddings\": false, \"text_config\": {\"eos_token_id\": 3, "
                  "\"tie_word_embeddings\": true}}");
-    cr_assert(a.eos_id == 3 && a.bos_id == 2 && !a.tie_flag);
+    cr_assert(a.eos_id == 3 && a.bos_id == 2 && !a.tie_flag && !a.needs_head);
     arch_fini(&a);
     a = accepted(NESTED("\"tie_word_embeddings\": true, \"model_type\": \"qwen3_5\""));
-    cr_assert(a.tie_flag);
+    cr_assert(a.tie_flag && !a.needs_head);
+    arch_fini(&a);
+    a = accepted(NESTED("\"tie_word_embeddings\": false"));
+    cr_assert(!a.tie_flag && a.needs_head && !next_defaults.needs_head);
     arch_fini(&a);
 }
 
@@ -423,17 +423,17 @@ Test(arch, refuses_what_it_does_not_compute)
             "text_config.rope_parameters.rope_type|\"yarn\"|\"default\"");
     refused(NEXT("\"rope_parameters\": {\"type\": \"linear\"}"), ERR_UNSUPPORTED,
             "rope_parameters.type|linear");
+    refused(NEXT("\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 5e5}}"),
+            ERR_UNSUPPORTED, "rope_parameters.full_attention|an object|one set");
     refused(NEXT("\"linear_conv_kernel_dim\": 3"), ERR_UNSUPPORTED,
             "linear_conv_kernel_dim|3|4");
     refused(NEXT("\"layer_types\": [\"mamba\"], \"num_hidden_layers\": 1"), ERR_UNSUPPORTED,
             "layer_types|mamba|full_attention");
     refused(NEXT("\"partial_rotary_factor\": 0.1"), ERR_UNSUPPORTED, "even|25");
-    const char *fp8 = "\"quantization_config\": {\"quant_method\": \"fp8\"}";
-    char json[256];
-    snprintf(json, sizeof(json), "{\"model_type\": \"qwen3_5\", %s, \"text_config\": {}}", fp8);
-    refused(json, ERR_UNSUPPORTED, "quantization_config|\"fp8\"|not supported yet|BF16");
-    snprintf(json, sizeof(json), "{\"model_type\": \"qwen3_5\", \"text_config\": {%s}}", fp8);
-    refused(json, ERR_UNSUPPORTED, "quantization_config|\"fp8\"");
+#define FP8 "\"quantization_config\": {\"quant_method\": \"fp8\"}"
+    refused("{\"model_type\": \"qwen3_5\", " FP8 ", \"text_config\": {}}", ERR_UNSUPPORTED,
+            "quantization_config|\"fp8\"|not supported yet|BF16");
+    refused(NESTED(FP8), ERR_UNSUPPORTED, "quantization_config|\"fp8\"");
     struct arch a =
         accepted(NEXT("\"quantization_config\": null, \"output_gate_type\": \"swish\""));
     arch_fini(&a);

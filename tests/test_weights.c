@@ -208,6 +208,27 @@ Test(weights, fault_33_the_file_decides_the_head)
     }
 }
 
+/* Where the config says that the head is not the embedding, none is a lack, not a choice. */
+Test(weights, a_head_that_the_config_says_is_there)
+{
+    struct variant v = {.no_head = true};
+    struct rig r;
+    struct errmsg e;
+    rig_open(&r, 2, &v);
+    r.a.needs_head = true;
+    cr_assert(weights_check(&r.a, r.set, &e) == ERR_INVALID);
+    cr_assert(strstr(e.text, "1 missing: lm_head.weight") &&
+                  strstr(e.text, "tie_word_embeddings is false"),
+              "%s", e.text);
+    rig_close(&r);
+    v.no_head = false;
+    rig_open(&r, 2, &v);
+    r.a.needs_head = true;
+    rig_load(&r);
+    cr_assert(!r.w.tied);
+    rig_close(&r);
+}
+
 /* ---- what is wrong with a checkpoint ---- */
 
 static void has_words(const char *text, const char *words)
