@@ -441,7 +441,7 @@ static int read_stop_ids(const struct api *a, const json_t *root, struct choosin
                          struct json_error *e)
 {
     struct sampling *s = &c->sampling;
-    const int32_t max = (int32_t)(sizeof(s->stop_ids) / sizeof(s->stop_ids[0]));
+    const int32_t max = SAMPLING_MAX_STOPS - 1; /* one is a chat's */
     const json_t *v = get(root, "stop_token_ids");
     bool ignores_end = false;
     int rc = json_get_bool(root, "ignore_eos", &ignores_end, e);

@@ -13,7 +13,7 @@ struct token_bias {
     float bias;
 };
 
-enum { SAMPLING_MAX_STOPS = 8 };
+enum { SAMPLING_MAX_STOPS = 17 }; /* the model's own, a chat's, and at least 8 of a caller's */
 
 /* How tokens are chosen behind the prompt. All zero but max_new: greedy, and no end before. */
 struct sampling {

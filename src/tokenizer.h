@@ -18,7 +18,7 @@
 
 struct tokenizer;
 
-enum { TOKENIZER_MAX_END_IDS = 4 };
+enum { TOKENIZER_MAX_END_IDS = 8 };
 
 /* Reads tokenizer.json at path, and the files beside it that struct tokenizer_info is from.
  * Returns 0 and *out, freed with tokenizer_free; or ERR_NOT_FOUND, ERR_IO, ERR_INVALID (not
@@ -96,7 +96,7 @@ struct tokenizer_info {
     char *pad_token;
     char *chat_template;
     /* The tokens that end a text: eos_token, and all that generation_config.json and
-     * config.json give as eos_token_id; the first that fit. */
+     * config.json give as eos_token_id. */
     int32_t end_ids[TOKENIZER_MAX_END_IDS];
     int32_t n_end_ids;
 };

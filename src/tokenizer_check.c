@@ -66,8 +66,7 @@ static bool is_accepted(const struct row *row, const json_t *value)
     }
 }
 
-/* Short printable text of the file, for a message; false when it is not that. */
-static bool add_quoted(struct errmsg *e, const char *s)
+bool tokenizer_add_quoted(struct errmsg *e, const char *s)
 {
     if (strlen(s) > 60)
         return false;
@@ -85,14 +84,14 @@ static void add_found(struct errmsg *e, const json_t *value)
         [JSON_INTEGER] = "an integer", [JSON_REAL] = "a number", [JSON_TRUE] = "true",
         [JSON_FALSE] = "false",        [JSON_NULL] = "null",
     };
-    if (!json_is_string(value) || !add_quoted(e, json_string_value(value)))
+    if (!json_is_string(value) || !tokenizer_add_quoted(e, json_string_value(value)))
         errmsg_add(e, "%s", value ? kinds[json_typeof(value)] : "absent");
 }
 
 static int refuse_member(struct errmsg *e, const char *path, const char *name)
 {
     errmsg_set(e, 0, "tokenizer.json: %s has a member that prefilld does not know: ", path);
-    if (!add_quoted(e, name))
+    if (!tokenizer_add_quoted(e, name))
         errmsg_add(e, "an unprintable or long name");
     return ERR_UNSUPPORTED;
 }
@@ -210,7 +209,7 @@ static int note_member(struct cursor *j, const char *path, const struct member *
     const char *from = j->at;
     if (cursor_skip(j) != 0) {
         errmsg_set(e, 0, "tokenizer.json: %s: cut or ill-formed is the value of ", path);
-        add_quoted(e, key->data);
+        tokenizer_add_quoted(e, key->data);
         return ERR_INVALID;
     }
     for (size_t i = 0; i < n; i++) {
@@ -285,6 +284,14 @@ static const struct row byte_level_end_rows[] = {
     {"use_regex", IS_ABSENT | IS_BOOL, NULL},
 };
 
+/* What it adds: nothing, when the text is all of `single`. prefilld has no pairs. */
+static const struct row template_rows[] = {
+    {"type", IS_TEXT, "TemplateProcessing"},
+    {"single", IS_LIST, NULL},
+    {"pair", IS_ANY, NULL},
+    {"special_tokens", IS_ANY, NULL},
+};
+
 static const struct row nfc_rows[] = {{"type", IS_TEXT, "NFC"}};
 
 static const struct row sequence_rows[] = {
@@ -334,6 +341,25 @@ static int check_pre_tokenizer(const json_t *p, enum split_family *family, struc
                       "to Qwen3-Next nor that of Qwen3.5; prefilld takes these two");
 }
 
+static int check_post_processor(const json_t *p, struct errmsg *e)
+{
+    static const char name[] = "post_processor";
+    if (!p || json_is_null(p))
+        return 0;
+    if (!is_text(json_object_get(p, "type"), "TemplateProcessing"))
+        return CHECK_OBJECT(p, name, byte_level_end_rows, e);
+    int code = CHECK_OBJECT(p, name, template_rows, e);
+    if (code != 0)
+        return code;
+    const json_t *single = json_object_get(p, "single");
+    const json_t *text = json_object_get(json_array_get(single, 0), "Sequence");
+    if (json_array_size(single) == 1 && is_text(json_object_get(text, "id"), "A"))
+        return 0;
+    return errmsg_set(e, ERR_UNSUPPORTED,
+                      "tokenizer.json: post_processor.single adds tokens to the text; prefilld "
+                      "takes the text alone, [{\"Sequence\": {\"id\": \"A\"}}]");
+}
+
 static int check_parts(const struct json_slice *parts, enum split_family *family,
                        struct errmsg *e)
 {
@@ -368,8 +394,8 @@ static int check_parts(const struct json_slice *parts, enum split_family *family
     if (code != 0)
         return code;
     code = parse_part(parts[PART_POST_PROCESSOR], "post_processor", &value, e);
-    if (code == 0 && value && !json_is_null(value))
-        code = CHECK_OBJECT(value, "post_processor", byte_level_end_rows, e);
+    if (code == 0)
+        code = check_post_processor(value, e);
     json_decref(value);
     return code;
 }

@@ -1,4 +1,5 @@
-/* What GET /tokenizer_info answers, from the files beside tokenizer.json. */
+/* What GET /tokenizer_info answers and where a text ends, from the files beside tokenizer.json;
+ * and that none of them wants other ids. */
 #include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
@@ -80,41 +81,125 @@ static int take_id(const struct tokenizer *t, char **out, const json_t *value)
     return memchr(bytes, '\0', len) ? 0 : copy_text(out, bytes, len);
 }
 
-static void add_end_id(struct tokenizer_info *info, int64_t id, int32_t n_tokens)
+static int add_end_id(struct tokenizer *t, int64_t id, struct errmsg *e)
 {
+    struct tokenizer_info *info = &t->info;
     for (int32_t i = 0; i < info->n_end_ids; i++)
         if (info->end_ids[i] == id)
-            return;
-    if (id >= 0 && id < n_tokens && info->n_end_ids < TOKENIZER_MAX_END_IDS)
-        info->end_ids[info->n_end_ids++] = (int32_t)id;
+            return 0;
+    if (id < 0 || id >= t->tokens.n)
+        return 0;
+    if (info->n_end_ids == TOKENIZER_MAX_END_IDS)
+        return errmsg_set(
+            e, ERR_UNSUPPORTED,
+            "eos_token_id of generation_config.json and config.json and eos_token "
+            "of tokenizer_config.json are more than %d tokens",
+            TOKENIZER_MAX_END_IDS);
+    info->end_ids[info->n_end_ids++] = (int32_t)id;
+    return 0;
 }
 
 /* eos_token_id of object: an id or a list of ids. */
-static void take_end_ids(struct tokenizer *t, const json_t *object)
+static int take_end_ids(struct tokenizer *t, const json_t *object, struct errmsg *e)
 {
     const json_t *value = json_object_get(object, "eos_token_id"), *each;
     size_t i;
+    int code = 0;
     if (json_is_integer(value))
-        add_end_id(&t->info, json_integer_value(value), t->tokens.n);
+        code = add_end_id(t, json_integer_value(value), e);
     json_array_foreach(value, i, each)
     {
-        if (json_is_integer(each))
-            add_end_id(&t->info, json_integer_value(each), t->tokens.n);
+        if (code == 0 && json_is_integer(each))
+            code = add_end_id(t, json_integer_value(each), e);
     }
+    return code;
 }
 
 /* The id of the end token that the tokenizer's own files name. */
-static int take_end_token(struct tokenizer *t)
+static int take_end_token(struct tokenizer *t, struct errmsg *e)
 {
     const char *text = t->info.eos_token;
     int32_t *ids = NULL, n_ids = 0;
     if (!text)
         return 0;
     int code = tokenizer_encode(t, text, strlen(text), 0, &ids, &n_ids, NULL);
+    code = code == ERR_NOMEM ? code : 0;
     if (code == 0 && n_ids == 1)
-        add_end_id(&t->info, ids[0], t->tokens.n);
+        code = add_end_id(t, ids[0], e);
     free(ids);
-    return code == ERR_NOMEM ? code : 0;
+    return code;
+}
+
+/* ---- what tokenizer_config.json may say of ids */
+
+/* A token that tokenizer_config.json has in a list must be an added token of tokenizer.json, as
+ * plain as those are: other readers add it to them. */
+static int check_token(const struct tokenizer *t, const char *list, const json_t *token,
+                       struct errmsg *e)
+{
+    static const char *const flags[] = {"lstrip", "rstrip", "single_word", "normalized"};
+    const json_t *content = json_is_object(token) ? json_object_get(token, "content") : token;
+    const char *text = json_string_value(content), *flag = NULL;
+    size_t len = json_string_length(content), at;
+    ptrdiff_t found = text ? added_set_find(&t->added, text, len, 0, &at) : -1;
+    for (int i = 0; i < 4; i++)
+        if (json_is_true(json_object_get(token, flags[i])))
+            flag = flags[i];
+    if (found >= 0 && at == 0 && t->added.tokens[found].len == len && !flag)
+        return 0;
+    errmsg_set(e, 0, "tokenizer_config.json: %s has ", list);
+    if (!text)
+        errmsg_add(e, "an entry without content");
+    else if (!tokenizer_add_quoted(e, text))
+        errmsg_add(e, "an unprintable or long token");
+    if (flag)
+        errmsg_add(e, " with %s true", flag);
+    errmsg_add(e, ", which added_tokens of tokenizer.json do not have; prefilld takes those");
+    return ERR_UNSUPPORTED;
+}
+
+/* list: tokens in a list, or by id or name. */
+static int check_tokens(const struct tokenizer *t, const char *name, json_t *list,
+                        struct errmsg *e)
+{
+    const char *key;
+    json_t *token;
+    size_t i;
+    int code = 0;
+    json_array_foreach(list, i, token)
+    {
+        if (code == 0)
+            code = check_token(t, name, token, e);
+    }
+    json_object_foreach(list, key, token)
+    {
+        if (code == 0)
+            code = check_token(t, name, token, e);
+    }
+    return code;
+}
+
+/* tokenizer.json has the ids of a text. What would change them from here is refused by name. */
+static int check_config(const struct tokenizer *t, json_t *config, struct errmsg *e)
+{
+    static const char *const lists[] = {"added_tokens_decoder", "additional_special_tokens",
+                                        "extra_special_tokens"};
+    static const char *const switches[] = {"add_bos_token", "add_eos_token", "add_prefix_space",
+                                           "split_special_tokens"};
+    for (int k = 0; k < 3; k++) {
+        int code = check_tokens(t, lists[k], json_object_get(config, lists[k]), e);
+        if (code != 0)
+            return code;
+    }
+    for (int k = 0; k < 4; k++) {
+        const json_t *v = json_object_get(config, switches[k]);
+        if (v && !json_is_null(v) && !json_is_false(v))
+            return errmsg_set(e, ERR_UNSUPPORTED,
+                              "tokenizer_config.json: %s is not false; prefilld takes false: a "
+                              "text has the ids of tokenizer.json and no others",
+                              switches[k]);
+    }
+    return 0;
 }
 
 /* One template, or a list of named ones, of which "default" is the one. */
@@ -182,6 +267,8 @@ int tokenizer_info_load(struct tokenizer *t, const char *dir, struct errmsg *e)
     if (code != 0)
         return code;
     code = read_object(dir, "tokenizer_config.json", &object, e);
+    if (code == 0)
+        code = check_config(t, object, e);
     for (int k = 0; k < N_TOKENS && code == 0 && object; k++) {
         const json_t *value = json_object_get(object, token_names[k]);
         settled[k] =
@@ -195,13 +282,13 @@ int tokenizer_info_load(struct tokenizer *t, const char *dir, struct errmsg *e)
         code = read_object(dir, id_files[i], &object, e);
         if (code == 0)
             code = take_ids(t, tokens, settled, object);
-        if (code == 0) {
-            take_end_ids(t, object);
-            take_end_ids(t, json_object_get(object, "text_config"));
-        }
+        if (code == 0)
+            code = take_end_ids(t, object, e);
+        if (code == 0)
+            code = take_end_ids(t, json_object_get(object, "text_config"), e);
         json_decref(object);
     }
-    return code ? code : take_end_token(t);
+    return code ? code : take_end_token(t, e);
 }
 
 void tokenizer_info_fini(struct tokenizer_info *info)

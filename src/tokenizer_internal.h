@@ -284,7 +284,8 @@ struct tokenizer {
 };
 
 /* Fills t->info from the files in dir (tokenizer_info.c). Files that are not there are passed
- * over; one that is not what its name says is an error. */
+ * over; one that is not what its name says is an error, as is what would make other ids than
+ * tokenizer.json does. */
 int tokenizer_info_load(struct tokenizer *t, const char *dir, struct errmsg *e);
 void tokenizer_info_fini(struct tokenizer_info *info);
 
@@ -318,6 +319,9 @@ enum file_part {
     PART_MODEL_MERGES,
     N_FILE_PARTS
 };
+
+/* Short printable text of a file, for a message; false, and nothing added, when it is not that. */
+bool tokenizer_add_quoted(struct errmsg *e, const char *s);
 
 /* Finds the parts in a file's text, and refuses by name whatever would make other ids or text
  * than prefilld does. Sets *family. */

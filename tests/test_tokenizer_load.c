@@ -82,6 +82,12 @@ static void expect_loaded(const char *from, const char *to)
 #define U ERR_UNSUPPORTED
 #define I ERR_INVALID
 
+/* A post-processor whose `single` is so. */
+#define TEMPLATE(single)                                                                       \
+    "\"post_processor\":{\"type\":\"TemplateProcessing\",\"single\":[" single "],\"pair\":[]," \
+    "\"special_tokens\":{}}"
+#define TEXT "{\"Sequence\":{\"id\":\"A\",\"type_id\":0}}"
+
 static const struct {
     const char *from, *to;
     const char *message;
@@ -106,8 +112,15 @@ static const struct {
     {"\"Sequence\"", "\"Other\"", "pre_tokenizer.type is \"Other\""},
     {"\"decoder\":{\"type\":\"ByteLevel\"", "\"decoder\":{\"type\":\"WordPiece\"",
      "decoder.type is \"WordPiece\""},
+    {"\"post_processor\":null", "\"post_processor\":{\"type\":\"BertProcessing\"}",
+     "post_processor.type is \"BertProcessing\""},
     {"\"post_processor\":null", "\"post_processor\":{\"type\":\"TemplateProcessing\"}",
-     "post_processor.type is \"TemplateProcessing\""},
+     "post_processor.single is absent"},
+    {"\"post_processor\":null",
+     TEMPLATE("{\"SpecialToken\":{\"id\":\"<end>\",\"type_id\":0}}," TEXT),
+     "post_processor.single adds tokens"},
+    {"\"post_processor\":null", TEMPLATE(TEXT "," TEXT), "post_processor.single adds tokens"},
+    {"\"post_processor\":null", TEMPLATE(""), "post_processor.single adds tokens"},
     {"\"type\":\"BPE\"", "\"type\":\"Unigram\"", "model.type is \"Unigram\""},
     {"\"dropout\":null", "\"dropout\":0.1", "model.dropout is a number"},
     {"\"unk_token\":null", "\"unk_token\":\"<unk>\"", "model.unk_token is \"<unk>\""},
@@ -218,6 +231,7 @@ Test(tokenizer_load, forms_that_mean_the_same)
 {
     expect_loaded("[\"a\",\"b\"]", "\"a b\"");
     expect_loaded("[\"a\",\"b\"]", " [ \"\\u0061\" , \"b\"\n]");
+    expect_loaded("\"post_processor\":null", TEMPLATE(TEXT));
     expect_loaded("\"post_processor\":null",
                   "\"post_processor\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false,"
                   "\"trim_offsets\":false,\"use_regex\":false}");
@@ -467,6 +481,68 @@ Test(tokenizer_load, info_and_where_it_is_from)
         {"tokenizer_config.json", "{\"eos_token\": 7, \"chat_template\": 7}"},
     };
     expect_info(odd, 2, NULL, NULL, NULL, NULL);
+}
+
+/* What would change ids is in tokenizer.json, or is refused: there is one reader of text. */
+Test(tokenizer_load, tokens_that_only_tokenizer_config_has)
+{
+    static const struct {
+        const char *text, *message; /* NULL: accepted */
+    } rows[] = {
+        {"{\"added_tokens_decoder\": {\"5000\": {\"content\": \"<end>\", \"special\": true, "
+         "\"lstrip\": false, \"normalized\": false}}, \"add_bos_token\": false, "
+         "\"additional_special_tokens\": [\"<end>\"], \"extra_special_tokens\": {}}",
+         NULL},
+        {"{\"added_tokens_decoder\": null, \"add_prefix_space\": null, "
+         "\"additional_special_tokens\": [], \"extra_special_tokens\": {\"a\": \"<end>\"}}",
+         NULL},
+        {"{\"added_tokens_decoder\": {\"5000\": {\"content\": \"<end>\"}, \"5001\": "
+         "{\"content\": \"<foo>\"}}}",
+         "tokenizer_config.json: added_tokens_decoder has \"<foo>\", which"},
+        {"{\"added_tokens_decoder\": {\"97\": {\"content\": \"a\"}}}", "has \"a\", which"},
+        {"{\"added_tokens_decoder\": {\"97\": {\"content\": \"<end>x\"}}}", "\"<end>x\""},
+        {"{\"added_tokens_decoder\": {\"1\": {}}}", "an entry without content"},
+        {"{\"added_tokens_decoder\": {\"5000\": {\"content\": \"<end>\", \"rstrip\": true}}}",
+         "\"<end>\" with rstrip true"},
+        {"{\"additional_special_tokens\": [\"<end>\", {\"content\": \"<foo>\"}]}",
+         "additional_special_tokens has \"<foo>\""},
+        {"{\"extra_special_tokens\": [\"<foo>\"]}", "extra_special_tokens has \"<foo>\""},
+        {"{\"extra_special_tokens\": {\"image\": \"<foo>\"}}",
+         "extra_special_tokens has \"<foo>\""},
+        {"{\"add_bos_token\": true}", "add_bos_token is not false"},
+        {"{\"add_eos_token\": true}", "add_eos_token is not false"},
+        {"{\"add_prefix_space\": true}", "add_prefix_space is not false"},
+        {"{\"split_special_tokens\": true}", "split_special_tokens is not false"},
+    };
+    for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
+        struct beside file = {"tokenizer_config.json", rows[i].text};
+        struct tokenizer *t;
+        struct errmsg e = {""};
+        int code = load_beside(&file, 1, &t, &e);
+        cr_expect_eq(code, rows[i].message ? ERR_UNSUPPORTED : 0, "%s: %s", file.text, e.text);
+        cr_expect(!rows[i].message || strstr(e.text, rows[i].message), "%s: %s", file.text,
+                  e.text);
+        if (code == 0)
+            tokenizer_free(t);
+    }
+}
+
+/* Every one of them ends a text, or none is taken. */
+Test(tokenizer_load, many_end_tokens)
+{
+    static const struct beside files[] = {
+        {"generation_config.json", "{\"eos_token_id\": [97, 98, 99, 100, 101, 102, 103, 97]}"},
+        {"config.json", "{\"eos_token_id\": 104}"},
+        {"tokenizer_config.json", "{\"eos_token\": \"<end>\"}"},
+    };
+    struct tokenizer *t;
+    struct errmsg e = {""};
+    cr_assert_eq(load_beside(files, 2, &t, &e), 0, "%s", e.text);
+    const struct tokenizer_info *info = tokenizer_get_info(t);
+    cr_expect(info->n_end_ids == 8 && info->end_ids[0] == 97 && info->end_ids[7] == 104);
+    tokenizer_free(t);
+    cr_expect_eq(load_beside(files, 3, &t, &e), ERR_UNSUPPORTED);
+    cr_expect(strstr(e.text, "eos_token") && strstr(e.text, "more than 8"), "%s", e.text);
 }
 
 Test(tokenizer_load, files_beside_it_that_are_broken)
