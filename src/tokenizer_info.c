@@ -23,8 +23,9 @@ static int read_beside(const char *dir, const char *name, struct buf *out, struc
     return code == ERR_NOT_FOUND ? errmsg_set(e, 0, "%s", "") : code;
 }
 
-/* Reads the object in dir/name. Not there: 0, and *object is NULL. */
-static int read_object(const char *dir, const char *name, json_t **object, struct errmsg *e)
+/* Reads the object in dir/name; flags: jansson's. Not there: 0, and *object is NULL. */
+static int read_object(const char *dir, const char *name, size_t flags, json_t **object,
+                       struct errmsg *e)
 {
     json_error_t error;
     struct buf text;
@@ -33,7 +34,7 @@ static int read_object(const char *dir, const char *name, json_t **object, struc
     buf_init(&text);
     int code = read_beside(dir, name, &text, e);
     if (code == 0 && text.data) {
-        *object = json_loadb(text.data, text.len, 0, &error);
+        *object = json_loadb(text.data, text.len, flags, &error);
         if (!*object)
             code = errmsg_set(e, ERR_INVALID, "%s: line %d: %s", name, error.line, error.text);
         else if (!json_is_object(*object))
@@ -266,7 +267,9 @@ int tokenizer_info_load(struct tokenizer *t, const char *dir, struct errmsg *e)
     int code = load_template(info, dir, e);
     if (code != 0)
         return code;
-    code = read_object(dir, "tokenizer_config.json", &object, e);
+    /* Where a tokenizer has no model_max_length, transformers writes 10^30. No integer of this
+     * file is read. */
+    code = read_object(dir, "tokenizer_config.json", JSON_DECODE_INT_AS_REAL, &object, e);
     if (code == 0)
         code = check_config(t, object, e);
     for (int k = 0; k < N_TOKENS && code == 0 && object; k++) {
@@ -279,7 +282,7 @@ int tokenizer_info_load(struct tokenizer *t, const char *dir, struct errmsg *e)
         code = take_template(&info->chat_template, json_object_get(object, "chat_template"));
     json_decref(object);
     for (size_t i = 0; i < sizeof(id_files) / sizeof(id_files[0]) && code == 0; i++) {
-        code = read_object(dir, id_files[i], &object, e);
+        code = read_object(dir, id_files[i], 0, &object, e);
         if (code == 0)
             code = take_ids(t, tokens, settled, object);
         if (code == 0)

@@ -493,6 +493,7 @@ Test(tokenizer_load, tokens_that_only_tokenizer_config_has)
          "\"lstrip\": false, \"normalized\": false}}, \"add_bos_token\": false, "
          "\"additional_special_tokens\": [\"<end>\"], \"extra_special_tokens\": {}}",
          NULL},
+        {"{\"model_max_length\": 1000000000000000019884624838656}", NULL},
         {"{\"added_tokens_decoder\": null, \"add_prefix_space\": null, "
          "\"additional_special_tokens\": [], \"extra_special_tokens\": {\"a\": \"<end>\"}}",
          NULL},
