@@ -4,7 +4,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { FIRST_BUCKETS = 64 };
+enum { FIRST_BUCKETS = 64, MAX_AHEAD = 16, LINE_TOKENS = 16 };
+
+#define ODD_STEP 0xa0761d6478bd642fu
+#define ODD_PAIR 0xe7037ed1a0b428dbu
+#define ODD_END 0x8ebc6af09c88c6e3u
 
 /* ---- the table ---- */
 
@@ -14,25 +18,27 @@ static uint64_t fold(uint64_t a, uint64_t b)
     return (uint64_t)m ^ (uint64_t)(m >> 64);
 }
 
-/* Of a node's first block (a root: of its key) and its parent. Multiplication and folding,
- * eight tokens at a time in four lanes, since a product takes some cycles; derived here. Equal
- * hashes are told apart by comparing. */
-static uint64_t hash_of(const struct prefix_node *parent, const int32_t *tokens, int32_t n)
+static uint64_t load64(const int32_t *tokens)
 {
-    static const uint64_t odd[4] = {0xa0761d6478bd642fu, 0xe7037ed1a0b428dbu,
-                                    0x8ebc6af09c88c6e3u, 0x589965cc75374cc3u};
-    uint64_t h[4], x[4];
+    uint64_t x;
+    memcpy(&x, tokens, sizeof(x));
+    return x;
+}
+
+/* Of a block (a root: of its key), where what lies before has the hash `before`: so it does not
+ * depend on where nodes are. A sum of folded products, four tokens in each, which wait for
+ * nothing; at, another for each place, depends on the seed. The other factor is never 0 for
+ * tokens of a vocabulary. Derived here; equal hashes are told apart by comparing. */
+static uint64_t hash_of(const struct prefix *p, uint64_t before, const int32_t *tokens,
+                        int32_t n)
+{
+    uint64_t sum = (uint64_t)n, at = p->seed;
     int32_t i = 0;
-    for (int k = 0; k < 4; k++)
-        h[k] = ((uint64_t)(uintptr_t)parent + (uint64_t)n) * odd[k];
-    for (; i + 8 <= n; i += 8) {
-        memcpy(x, tokens + i, sizeof(x));
-        for (int k = 0; k < 4; k++)
-            h[k] = fold(h[k] ^ x[k], odd[k]) + (h[k] << 9);
-    }
-    for (; i < n; i++)
-        h[i % 4] = fold(h[i % 4] ^ (uint32_t)tokens[i], odd[i % 4]) + (h[i % 4] << 9);
-    return fold(h[0] ^ h[2], odd[1]) ^ fold(h[1] ^ (h[3] << 1), odd[3]);
+    for (; i + 4 <= n; i += 4, at += ODD_STEP)
+        sum += fold(load64(tokens + i) ^ at, load64(tokens + i + 2) ^ ODD_PAIR);
+    for (; i < n; i++, at += ODD_STEP)
+        sum += fold((uint32_t)tokens[i] ^ at, ODD_PAIR);
+    return fold(sum ^ before, ODD_END) + before;
 }
 
 static int32_t first_tokens(const struct prefix *p, const struct prefix_node *v)
@@ -40,17 +46,30 @@ static int32_t first_tokens(const struct prefix *p, const struct prefix_node *v)
     return v->parent ? p->block_tokens : v->n_tokens;
 }
 
+/* Of v's edge and what lies before. */
+static uint64_t end_hash_of(const struct prefix *p, const struct prefix_node *v)
+{
+    uint64_t hash = v->hash;
+    for (int32_t i = first_tokens(p, v); i < v->n_tokens; i += p->block_tokens)
+        hash = hash_of(p, hash, v->tokens + i, p->block_tokens);
+    return hash;
+}
+
+static struct prefix_node **bucket_of(const struct prefix *p, uint64_t hash)
+{
+    return &p->buckets[hash & (p->n_buckets - 1)];
+}
+
 static void table_add(struct prefix *p, struct prefix_node *v)
 {
-    v->hash = hash_of(v->parent, v->tokens, first_tokens(p, v));
-    struct prefix_node **bucket = &p->buckets[v->hash & (p->n_buckets - 1)];
+    struct prefix_node **bucket = bucket_of(p, v->hash);
     v->next = *bucket;
     *bucket = v;
 }
 
 static void table_remove(struct prefix *p, struct prefix_node *v)
 {
-    struct prefix_node **at = &p->buckets[v->hash & (p->n_buckets - 1)];
+    struct prefix_node **at = bucket_of(p, v->hash);
     while (*at != v)
         at = &(*at)->next;
     *at = v->next;
@@ -75,17 +94,63 @@ static void table_grow(struct prefix *p)
     p->n_buckets = n;
 }
 
-/* The child of parent (NULL: a root) that begins with these tokens. */
+/* The child of parent (NULL: a root) that begins with these tokens, which have this hash. */
 static struct prefix_node *table_find(const struct prefix *p, const struct prefix_node *parent,
-                                      const int32_t *tokens, int32_t n)
+                                      uint64_t hash, const int32_t *tokens, int32_t n)
 {
-    uint64_t hash = hash_of(parent, tokens, n);
-    struct prefix_node *v = p->buckets[hash & (p->n_buckets - 1)];
+    struct prefix_node *v = *bucket_of(p, hash);
     for (; v; v = v->next)
         if (v->hash == hash && v->parent == parent && first_tokens(p, v) == n &&
             (n == 0 || memcmp(v->tokens, tokens, (size_t)n * sizeof(*tokens)) == 0))
             return v;
     return NULL;
+}
+
+/* ---- the walk down a prompt ---- */
+
+/* Hashes of the blocks from the token `from` on. */
+struct ahead {
+    uint64_t hashes[MAX_AHEAD];
+    int32_t from, n_blocks;
+    int32_t limit; /* on n_blocks */
+};
+
+/* Hashes n_blocks blocks behind the hash `before`, and has memory fetch the nodes of all of
+ * them at once, bucket, node and first block: the walk would wait for each in turn. */
+static void fetch_ahead(const struct prefix *p, struct ahead *a, uint64_t before,
+                        const int32_t *tokens)
+{
+    for (int32_t i = 0; i < a->n_blocks; i++, tokens += p->block_tokens) {
+        before = a->hashes[i] = hash_of(p, before, tokens, p->block_tokens);
+        __builtin_prefetch(bucket_of(p, before));
+    }
+    for (int32_t i = 0; i < a->n_blocks; i++)
+        __builtin_prefetch(*bucket_of(p, a->hashes[i]));
+    for (int32_t i = 0; i < a->n_blocks; i++) {
+        const struct prefix_node *v = *bucket_of(p, a->hashes[i]);
+        while (v && v->hash != a->hashes[i])
+            v = v->next;
+        for (int32_t t = 0; v && t <= p->block_tokens; t += LINE_TOKENS)
+            __builtin_prefetch(v->tokens + t);
+    }
+}
+
+/* The hash of ids' block behind v, which has children and ends before n. Looks further ahead
+ * while edges are short, for what lies within a long one is fetched for nothing. */
+static uint64_t hash_behind(const struct prefix *p, struct ahead *a,
+                            const struct prefix_node *v, const int32_t *ids, int32_t n)
+{
+    int32_t i = (v->depth - a->from) / p->block_tokens;
+    if (i >= a->n_blocks) {
+        bool is_dense = i < a->n_blocks + MAX_AHEAD / 2;
+        a->limit = !is_dense ? 1 : a->limit < MAX_AHEAD ? 2 * a->limit : MAX_AHEAD;
+        a->n_blocks = (n - v->depth) / p->block_tokens;
+        a->n_blocks = a->n_blocks < a->limit ? a->n_blocks : a->limit;
+        a->from = v->depth;
+        fetch_ahead(p, a, v->end_hash, ids + v->depth);
+        i = 0;
+    }
+    return a->hashes[i];
 }
 
 /* ---- nodes ---- */
@@ -109,8 +174,9 @@ static struct prefix_node *node_new(struct prefix *p, struct prefix_node *parent
     v->depth = parent ? parent->depth + n : 0;
     v->slot = v->i_rank = -1;
     v->used_step = -1;
-    if (parent)
-        parent->n_children++;
+    if (parent && parent->n_children++ == 0)
+        parent->end_hash = end_hash_of(p, parent);
+    v->hash = hash_of(p, parent ? parent->end_hash : 0, tokens, first_tokens(p, v));
     if (++p->n_nodes > (int32_t)p->n_buckets)
         table_grow(p);
     table_add(p, v);
@@ -161,6 +227,8 @@ static struct prefix_node *split(struct prefix *p, struct prefix_node *v, int32_
         v->parent->n_children--;
     v->parent = u;
     u->n_children = 1;
+    u->end_hash = end_hash_of(p, u);
+    v->hash = hash_of(p, u->end_hash, below, p->block_tokens);
     u->n_users = v->n_users;
     u->maker = v->maker;
     if (prefix_rows_split(u, v, below[0]) != 0) { /* memory is short: none, rather than wrong */
@@ -191,6 +259,8 @@ int prefix_init(struct prefix *p, int32_t block_tokens)
         return ERR_INVALID;
     p->buckets = calloc(FIRST_BUCKETS, sizeof(struct prefix_node *));
     p->n_buckets = FIRST_BUCKETS;
+    /* Who sends prompts does not know the address, and so cannot fill one bucket. */
+    p->seed = fold((uint64_t)(uintptr_t)p->buckets, ODD_END);
     return p->buckets ? 0 : ERR_NOMEM;
 }
 
@@ -208,13 +278,16 @@ struct prefix_node *prefix_insert(struct prefix *p, const int32_t *key, int32_t 
                                   const int32_t *ids, int32_t n)
 {
     n -= n % p->block_tokens;
-    struct prefix_node *v = table_find(p, NULL, key, n_key);
+    struct ahead ahead = {.limit = 1};
+    struct prefix_node *v = table_find(p, NULL, hash_of(p, 0, key, n_key), key, n_key);
     if (!v)
         v = node_new(p, NULL, key, n_key);
     while (v && v->depth < n) {
         int32_t at = v->depth;
-        struct prefix_node *child = table_find(p, v, ids + at, p->block_tokens);
-        struct prefix_node *parent = v;
+        struct prefix_node *child = NULL, *parent = v;
+        if (v->n_children > 0)
+            child =
+                table_find(p, v, hash_behind(p, &ahead, v, ids, n), ids + at, p->block_tokens);
         if (!child) {
             v = node_new(p, parent, ids + at, n - at);
         } else {
@@ -337,7 +410,10 @@ static bool node_is_sound(const struct prefix *p, const struct prefix_node *v)
     return is_kept && n_children == v->n_children && v->n_refs >= 0 && v->n_users >= 0 &&
            (!v->parent || (v->n_tokens > 0 && v->n_tokens % p->block_tokens == 0 &&
                            v->depth == v->parent->depth + v->n_tokens)) &&
-           table_find(p, v->parent, v->tokens, first_tokens(p, v)) == v &&
+           v->hash ==
+               hash_of(p, v->parent ? v->parent->end_hash : 0, v->tokens, first_tokens(p, v)) &&
+           (v->n_children == 0 || v->end_hash == end_hash_of(p, v)) &&
+           table_find(p, v->parent, v->hash, v->tokens, first_tokens(p, v)) == v &&
            (v->state == PREFIX_READY) == (v->i_rank >= 0) &&
            (v->i_rank < 0 || p->ranking[v->i_rank] == v);
 }

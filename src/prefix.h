@@ -5,7 +5,8 @@
  * An edge holds whole blocks of block_tokens tokens, and children of a node differ in their
  * first block: a node is where two prompts part, where one ends, or where a state is kept.
  * Roots are told apart by a key, so that prompts under different keys never meet. A node is
- * found by a hash and its tokens are compared.
+ * found by a hash of all tokens up to its first block, which a prompt tells without the tree,
+ * so that nodes are fetched before the walk comes to them; parent and tokens are compared.
  *
  * Checkpoints are ranked by what they are worth: tokens saved a byte plus a level that rises to
  * the worth of each one evicted, so that what is not used again sinks below what is new
@@ -31,8 +32,9 @@ struct prefix_rows;
 struct prefix_node {
     struct prefix_node *parent; /* NULL: a root */
     struct prefix_node *next;   /* in its bucket */
-    uint64_t hash;
-    int32_t *tokens; /* [n_tokens], of the edge from parent; a root: its key */
+    uint64_t hash;              /* of its first block and all that is before it */
+    uint64_t end_hash;          /* of all up to depth; kept while there are children */
+    int32_t *tokens;            /* [n_tokens], of the edge from parent; a root: its key */
     int32_t n_tokens;
     int32_t depth; /* tokens of a prompt that ends here */
     int32_t n_children;
@@ -60,6 +62,7 @@ struct prefix {
     int32_t block_tokens;
     struct prefix_node **buckets; /* [n_buckets], a power of two */
     uint32_t n_buckets;
+    uint64_t seed; /* of hashes */
     int32_t n_nodes;
     struct prefix_node **ranking; /* [n_ranked], a heap, the least worth first */
     int32_t n_ranked, ranking_cap;

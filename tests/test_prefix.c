@@ -10,7 +10,14 @@
 
 TestSuite(prefix, .fini = leaks_check);
 
-enum { BLOCK = 4, MAX_PROMPTS = 60, MAX_TOKENS = 60 };
+enum {
+    BLOCK = 4,
+    MAX_PROMPTS = 60,
+    MAX_TOKENS = 1200,
+    FEW_TOKENS = 60,
+    LONG_TOKENS = 40 * BLOCK, /* longer than what is looked ahead at */
+    N_DOCUMENTS = 3
+};
 
 struct prompt {
     int32_t key, ids[MAX_TOKENS], n;
@@ -28,37 +35,53 @@ static int32_t common(const struct prompt *a, const struct prompt *b)
     return n / BLOCK * BLOCK;
 }
 
-static struct prompt random_prompt(struct rng *rng)
+/* Two tokens, the same one mostly: prompts part anywhere, and soon. */
+static void make_parting(struct rng *rng, struct prompt *p)
 {
-    struct prompt p = {.key = rng_int(rng, 3), .n = rng_int(rng, MAX_TOKENS)};
-    /* Two tokens, the same one mostly: prompts part anywhere. */
-    for (int32_t t = 0; t < p.n; t++)
-        p.ids[t] = rng_int(rng, 12) == 0;
-    return p;
+    p->key = rng_int(rng, 3);
+    p->n = rng_int(rng, FEW_TOKENS);
+    for (int32_t t = 0; t < p->n; t++)
+        p->ids[t] = rng_int(rng, 12) == 0;
+}
+
+/* A document, or the beginning of one, and then perhaps one token of it that is another: prompts
+ * part far down. Documents begin alike. Some end where others do, and some anywhere, so that
+ * there are long edges and rows of short ones. */
+static void make_cut(struct rng *rng, struct prompt *p)
+{
+    int32_t document = rng_int(rng, N_DOCUMENTS), n = rng_int(rng, MAX_TOKENS);
+    p->key = 0;
+    p->n = rng_int(rng, 2) ? n : n - n % LONG_TOKENS;
+    for (int32_t t = 0; t < p->n; t++)
+        p->ids[t] = t < MAX_TOKENS / 4 ? t : N_DOCUMENTS * t + document;
+    if (p->n > 0 && rng_int(rng, 2))
+        p->ids[rng_int(rng, p->n)] = -1 - rng_int(rng, 2);
 }
 
 static int32_t depth_of_common(const struct prefix_node *a, const struct prefix_node *b)
 {
-    for (; a; a = a->parent)
-        for (const struct prefix_node *v = b; v; v = v->parent)
-            if (v == a)
-                return v->depth;
-    return 0;
+    while (a && b && a != b) {
+        if (a->depth >= b->depth)
+            a = a->parent;
+        else
+            b = b->parent;
+    }
+    return a && b ? a->depth : 0;
 }
 
-Test(prefix, finds_what_prompts_share)
+static void compare_with_list(void (*make)(struct rng *, struct prompt *), int n_steps)
 {
+    static struct prompt all[MAX_PROMPTS];
     struct prefix p;
     struct rng rng = {20261130};
-    struct prompt all[MAX_PROMPTS] = {{0}};
     cr_assert_eq(prefix_init(&p, BLOCK), 0);
-    for (int step = 0; step < 4000; step++) {
+    for (int step = 0; step < n_steps; step++) {
         struct prompt *q = &all[rng_int(&rng, MAX_PROMPTS)];
         if (q->node) {
             prefix_unref(&p, q->node);
             q->node = NULL;
         } else {
-            *q = random_prompt(&rng);
+            make(&rng, q);
             q->node = prefix_insert(&p, &q->key, 1, q->ids, q->n);
             cr_assert(q->node && q->node->depth == q->n / BLOCK * BLOCK);
             for (int i = 0; i < MAX_PROMPTS; i++)
@@ -77,6 +100,44 @@ Test(prefix, finds_what_prompts_share)
     for (int i = 0; i < MAX_PROMPTS; i++)
         prefix_unref(&p, all[i].node);
     cr_assert_eq(p.n_nodes, 0, "nothing is left");
+    prefix_fini(&p);
+}
+
+Test(prefix, finds_what_prompts_share)
+{
+    compare_with_list(make_parting, 4000);
+}
+
+Test(prefix, finds_what_long_prompts_share)
+{
+    compare_with_list(make_cut, 2000);
+}
+
+/* Blocks whose hashes are equal, by a factor that is 0: with tokens that no vocabulary has. */
+Test(prefix, tells_equal_hashes_apart)
+{
+    enum { N_TOKENS = 3 * BLOCK };
+    static const uint64_t odd_pair = 0xe7037ed1a0b428dbu;
+    int32_t ids[4][N_TOKENS] = {{0}};
+    struct prefix p;
+    struct prefix_node *v[4];
+    cr_assert_eq(prefix_init(&p, BLOCK), 0);
+    for (int i = 0; i < 4; i++) { /* two ways on behind each of the two blocks */
+        memcpy(&ids[i][2], &odd_pair, sizeof(odd_pair));
+        ids[i][0] = i / 2;
+        ids[i][BLOCK] = i % 2;
+        v[i] = prefix_insert(&p, NULL, 0, ids[i], N_TOKENS);
+    }
+    cr_assert_eq(v[0]->parent->hash, v[2]->parent->hash, "they are no such blocks");
+    cr_assert_eq(v[1]->hash, v[3]->hash, "and so it is behind them");
+    cr_assert_neq(v[0]->hash, v[1]->hash);
+    cr_assert_neq(v[0]->parent, v[2]->parent);
+    for (int i = 0; i < 4; i++) {
+        cr_assert_eq(v[i]->parent, v[i / 2 * 2]->parent);
+        cr_assert_eq(v[i]->parent->tokens[0], i / 2);
+        cr_assert_eq(prefix_insert(&p, NULL, 0, ids[i], N_TOKENS), v[i], "the same node again");
+    }
+    cr_assert(prefix_is_sound(&p));
     prefix_fini(&p);
 }
 
