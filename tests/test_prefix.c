@@ -44,9 +44,9 @@ static void make_parting(struct rng *rng, struct prompt *p)
         p->ids[t] = rng_int(rng, 12) == 0;
 }
 
-/* A document, or the beginning of one, and then perhaps one token of it that is another: prompts
- * part far down. Documents begin alike. Some end where others do, and some anywhere, so that
- * there are long edges and rows of short ones. */
+/* A document, or the beginning of one, perhaps with one token that is another: prompts part
+ * far down. Documents begin alike. Some end where others do, and some anywhere, so there
+ * are long edges and rows of short ones. */
 static void make_cut(struct rng *rng, struct prompt *p)
 {
     int32_t document = rng_int(rng, N_DOCUMENTS), n = rng_int(rng, MAX_TOKENS);
