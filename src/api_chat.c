@@ -1,11 +1,10 @@
-#define _GNU_SOURCE /* memmem */
-/* POST /v1/chat/completions: messages become a ChatML prompt, as the templates of the
- * Qwen3-Next and Qwen3.5 models write it without tools; the rest is a completion. */
-#include <stdio.h>
+/* POST /v1/chat/completions: messages become a prompt (api_messages.c), the rest is a
+ * completion. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "api_completion.h"
+#include "api_messages.h"
 #include "backend.h"
 
 enum { CHAT_DEFAULT_NEW = 1024 };
@@ -62,183 +61,6 @@ static const char *const unserved[] = {"tools",
                                        "best_of",
                                        NULL};
 
-/* What the model's template does that ChatML alone does not, read from its text, which no
- * interpreter runs here: what it opens an answer with, and what it cuts from messages. */
-struct template
-{
-    bool thinks;     /* when not told otherwise */
-    bool has_switch; /* enable_thinking is known to it */
-    bool opens;      /* "<think>" is part of the prompt when it thinks */
-    bool trims;      /* blanks around a message are dropped */
-    bool forgets;    /* what was thought in earlier answers is dropped */
-};
-
-static struct template read_template(const struct api *a)
-{
-    struct template o = {0};
-    const char *text = tokenizer_get_info(a->tokenizer)->chat_template, *next, *end = NULL;
-    for (next = text; next && (next = strstr(next, "add_generation_prompt")); next++)
-        end = next;
-    if (!end)
-        return o;
-    const char *think = strstr(end, "<think>");
-    const char *known = strstr(end, "enable_thinking");
-    o.has_switch = known != NULL;
-    o.thinks = known ? !strstr(known, "enable_thinking is true") : think != NULL;
-    o.opens = think && (!known || strstr(think + 1, "<think>"));
-    o.trims = strstr(text, "render_content(message.content, true)|trim") != NULL;
-    o.forgets = strstr(text, "split('</think>')") != NULL;
-    return o;
-}
-
-/* ---- messages ---- */
-
-static int fail_message(struct json_error *e, size_t i, const char *what)
-{
-    return json_fail(e, ERR_INVALID, "messages", "messages[%zu] %s", i, what);
-}
-
-/* As OpenAI's two calls name them; some clients leave the type out. */
-static bool is_text_type(const json_t *type)
-{
-    const char *name = json_string_value(type);
-    if (!name)
-        return !type || json_is_null(type);
-    return strcmp(name, "text") == 0 || strcmp(name, "input_text") == 0 ||
-           strcmp(name, "output_text") == 0;
-}
-
-/* A string, or a list of parts of which each is a text. */
-static int add_content(struct buf *b, const json_t *content, size_t i, struct json_error *e)
-{
-    const json_t *part;
-    size_t j;
-    if (!content || json_is_null(content))
-        return 0;
-    if (json_is_string(content)) {
-        buf_add(b, json_string_value(content), json_string_length(content));
-        return 0;
-    }
-    if (!json_is_array(content))
-        return fail_message(e, i, "has content that is neither a string nor a list of parts");
-    json_array_foreach(content, j, part)
-    {
-        const json_t *text = json_object_get(part, "text");
-        if (!json_is_string(text) || !is_text_type(json_object_get(part, "type")))
-            return fail_message(e, i, "has a part that is no text; only text is served");
-        buf_add(b, json_string_value(text), json_string_length(text));
-    }
-    return 0;
-}
-
-static bool is_role(const char *role)
-{
-    return role && (strcmp(role, "system") == 0 || strcmp(role, "user") == 0 ||
-                    strcmp(role, "assistant") == 0);
-}
-
-static bool is_blank(char c)
-{
-    return c == ' ' || (c >= '\t' && c <= '\r');
-}
-
-/* The content as the template shows it. */
-static void add_shown(struct buf *b, const struct template *o, const struct buf *content,
-                      bool is_answer)
-{
-    static const char mark[] = "</think>";
-    const char *p = content->data, *end = p + content->len, *at;
-    if (!p)
-        return;
-    while (is_answer && o->forgets &&
-           (at = memmem(p, (size_t)(end - p), mark, sizeof(mark) - 1)) != NULL)
-        for (p = at + sizeof(mark) - 1; p < end && *p == '\n';)
-            p++;
-    while (o->trims && p < end && is_blank(*p))
-        p++;
-    while (o->trims && p < end && is_blank(end[-1]))
-        end--;
-    buf_add(b, p, (size_t)(end - p));
-}
-
-/* is_open: the message is the start of the answer: shown as it is, and its end is left out. */
-static int add_message(struct buf *b, const struct template *o, const json_t *m, size_t i,
-                       bool is_open, struct json_error *e)
-{
-    const char *role = json_string_value(json_object_get(m, "role"));
-    if (role && strcmp(role, "developer") == 0)
-        role = "system";
-    if (!json_is_object(m) || !is_role(role))
-        return fail_message(e, i,
-                            "is no object with a role of system, developer, user or assistant");
-    if (json_array_size(json_object_get(m, "tool_calls")) > 0)
-        return fail_message(e, i, "has tool_calls; tools are not served by this version");
-    const json_t *said = json_object_get(m, "content");
-    if ((!said || json_is_null(said)) && strcmp(role, "assistant") != 0)
-        return fail_message(e, i, "has no content; a string or a list of texts is accepted");
-    struct buf content;
-    buf_init(&content);
-    int rc = add_content(&content, said, i, e);
-    buf_printf(b, "<|im_start|>%s\n", role);
-    if (is_open)
-        buf_add(b, content.data, content.len);
-    else
-        add_shown(b, o, &content, strcmp(role, "assistant") == 0);
-    if (!is_open)
-        buf_adds(b, "<|im_end|>\n");
-    b->failed |= content.failed;
-    buf_fini(&content);
-    return rc;
-}
-
-static int read_thinking(const json_t *root, bool *thinks, const struct template *o,
-                         struct json_error *e)
-{
-    const json_t *v = json_object_get(root, "chat_template_kwargs");
-    *thinks = o->thinks;
-    if (!v || json_is_null(v))
-        return 0;
-    if (!json_is_object(v))
-        return json_fail(e, ERR_INVALID, "chat_template_kwargs",
-                         "chat_template_kwargs is %s; an object is accepted", json_kind(v));
-    return json_get_bool(v, "enable_thinking", thinks, e);
-}
-
-static int write_prompt(const struct api *a, const json_t *root, struct buf *b,
-                        struct json_error *e)
-{
-    const json_t *messages = json_object_get(root, "messages");
-    bool opens = true, goes_on = false, thinks;
-    const struct template o = read_template(a);
-    size_t n = json_array_size(messages);
-    if (n == 0)
-        return json_fail(e, ERR_INVALID, "messages",
-                         "messages is %s; a list of at least one message is accepted",
-                         !messages                 ? "missing"
-                         : json_is_array(messages) ? "empty"
-                                                   : json_kind(messages));
-    int rc = json_get_bool(root, "continue_final_message", &goes_on, e);
-    opens = !goes_on;
-    if (rc == 0)
-        rc = json_get_bool(root, "add_generation_prompt", &opens, e);
-    if (rc == 0 && opens && goes_on)
-        rc = json_fail(e, ERR_INVALID, "continue_final_message",
-                       "continue_final_message and add_generation_prompt are both true; one "
-                       "of them is accepted");
-    if (rc == 0)
-        rc = read_thinking(root, &thinks, &o, e);
-    for (size_t i = 0; i < n && rc == 0; i++)
-        rc = add_message(b, &o, json_array_get(messages, i), i, goes_on && i == n - 1, e);
-    if (rc != 0 || !opens)
-        return rc;
-    buf_adds(b, "<|im_start|>assistant\n");
-    if (thinks && o.opens)
-        buf_adds(b, "<think>\n");
-    else if (!thinks && o.has_switch)
-        buf_adds(b, "<think>\n\n</think>\n\n");
-    return 0;
-}
-
 /* The template is ChatML: without its tokens the model knows nothing of it. */
 static int find_token(const struct api *a, const char *name, int32_t *id, struct json_error *e)
 {
@@ -287,7 +109,7 @@ static int read_messages(struct api *a, const json_t *root, struct completion *c
         return rc;
     add_end(&c->choosing, end);
     buf_init(&text);
-    rc = write_prompt(a, root, &text, e);
+    rc = messages_write(tokenizer_get_info(a->tokenizer)->chat_template, root, &text, e);
     c->prompts = rc == 0 ? calloc(1, sizeof(*c->prompts)) : NULL;
     c->n_prompts = c->prompts != NULL;
     if (rc == 0 && (text.failed || !c->prompts))
