@@ -333,7 +333,8 @@ struct backend_limits {
     int32_t max_seqs;   /* N of a step */
     int32_t max_rows;   /* R of a step: one a token, and LABELS_MAX more a piece */
     int32_t max_pages;  /* pages of one request */
-    int32_t M, F, moe_F, E, top_k, vocab, HQ, HV, conv_dim; /* 0 where the model has none */
+    /* 0 where the model has none. F: of the wider of dense and shared MLPs. */
+    int32_t M, F, shared_F, moe_F, E, top_k, vocab, HQ, HV, conv_dim;
 };
 
 struct backend {

@@ -106,15 +106,13 @@ static int cpu_check(struct backend *b, const struct gdn_dims *gd, const struct 
     (void)l;
     if (gd && (gd->K % 16 || gd->V % 16 || gd->K > GDN_DIM_MAX || gd->V > GDN_DIM_MAX))
         return errmsg_set(e, ERR_UNSUPPORTED,
-                          "backend cpu: linear head dims are %d (key) and %d (value), "
+                          "backend cpu: linear_key_head_dim is %d, linear_value_head_dim %d; "
                           "accepted: multiples of 16 up to %d",
                           (int)gd->K, (int)gd->V, GDN_DIM_MAX);
     if (ad && (ad->D % 64 || ad->D > ATTN_DIM_MAX))
-        return errmsg_set(
-            e, ERR_UNSUPPORTED,
-            "backend cpu: attention head dim is %d, accepted: a multiple of 64 up "
-            "to %d",
-            (int)ad->D, ATTN_DIM_MAX);
+        return errmsg_set(e, ERR_UNSUPPORTED,
+                          "backend cpu: head_dim is %d; accepted: a multiple of 64 up to %d",
+                          (int)ad->D, ATTN_DIM_MAX);
     return 0;
 }
 

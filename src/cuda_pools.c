@@ -13,13 +13,13 @@ static int check_gdn(const struct gdn_dims *d, struct errmsg *e)
 {
     if (d->K != GDN_DIM || d->V != GDN_DIM)
         return errmsg_set(e, ERR_UNSUPPORTED,
-                          "backend cuda: linear head dims are %d (key) and %d (value), "
+                          "backend cuda: linear_key_head_dim is %d, linear_value_head_dim %d; "
                           "accepted: %d",
                           d->K, d->V, GDN_DIM);
     if (d->H < 1 || d->HV % d->H)
         return errmsg_set(e, ERR_UNSUPPORTED,
-                          "backend cuda: %d linear value heads for %d key heads, accepted: a "
-                          "multiple",
+                          "backend cuda: linear_num_value_heads is %d; accepted: a multiple of "
+                          "linear_num_key_heads, %d",
                           d->HV, d->H);
     return 0;
 }
@@ -27,15 +27,14 @@ static int check_gdn(const struct gdn_dims *d, struct errmsg *e)
 static int check_attn(const struct attn_dims *d, struct errmsg *e)
 {
     if (d->D != ATTN_DIM || d->rot_dim % 16 || d->rot_dim > d->D)
-        return errmsg_set(
-            e, ERR_UNSUPPORTED,
-            "backend cuda: attention head dim %d, %d of it rotated, accepted: %d, "
-            "a multiple of 16",
-            d->D, d->rot_dim, ATTN_DIM);
+        return errmsg_set(e, ERR_UNSUPPORTED,
+                          "backend cuda: head_dim is %d, of which partial_rotary_factor "
+                          "rotates %d; accepted: %d, and a multiple of 16",
+                          d->D, d->rot_dim, ATTN_DIM);
     if (d->HK < 1 || d->HQ % d->HK || d->HQ / d->HK > MAX_GROUP)
         return errmsg_set(e, ERR_UNSUPPORTED,
-                          "backend cuda: %d query heads for %d KV heads, accepted: a multiple "
-                          "up to %d",
+                          "backend cuda: num_attention_heads is %d; accepted: a multiple of "
+                          "num_key_value_heads, %d, at most %d times it",
                           d->HQ, d->HK, MAX_GROUP);
     return 0;
 }
@@ -49,16 +48,20 @@ int cuda_check(struct backend *b, const struct gdn_dims *gd, const struct attn_d
         rc = check_attn(ad, e);
     if (rc != 0)
         return rc;
-    if (l->M % 8 || l->M > MAX_HIDDEN || l->F % 8)
+    if (l->M % 8 || l->M > MAX_HIDDEN)
         return errmsg_set(e, ERR_UNSUPPORTED,
-                          "backend cuda: hidden size %d, feed-forward size %d, accepted: "
-                          "multiples of 8, hidden up to %d",
-                          l->M, l->F, MAX_HIDDEN);
+                          "backend cuda: hidden_size is %d; accepted: a multiple of 8 up to %d",
+                          l->M, MAX_HIDDEN);
+    if (l->F % 8 || l->shared_F % 8)
+        return errmsg_set(e, ERR_UNSUPPORTED,
+                          "backend cuda: of intermediate_size and "
+                          "shared_expert_intermediate_size one is %d; accepted: multiples of 8",
+                          l->F % 8 ? l->F : l->shared_F);
     if (l->E > K_MOE_MAX_EXPERTS || l->top_k > K_MOE_MAX_TOP || l->moe_F % 8)
         return errmsg_set(
             e, ERR_UNSUPPORTED,
-            "backend cuda: %d experts of size %d, %d a token, accepted: up to %d, "
-            "a multiple of 8, up to %d",
+            "backend cuda: num_experts is %d, moe_intermediate_size %d, "
+            "num_experts_per_tok %d; accepted: up to %d, a multiple of 8, up to %d",
             l->E, l->moe_F, l->top_k, K_MOE_MAX_EXPERTS, K_MOE_MAX_TOP);
     if (l->max_seqs > K_MAX_SEQS)
         return errmsg_set(e, ERR_UNSUPPORTED, "max-seqs: found %d, accepted with cuda: 1 to %d",

@@ -84,6 +84,7 @@ struct backend_limits model_limits(const struct arch *a, const struct model_size
                                    .max_pages = s->max_pages,
                                    .M = a->M,
                                    .F = a->F > a->shared_F ? a->F : a->shared_F,
+                                   .shared_F = a->shared_F,
                                    .moe_F = a->moe_F,
                                    .E = a->E,
                                    .top_k = a->top_k,

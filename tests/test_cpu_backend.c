@@ -19,6 +19,26 @@ Test(backend, found_by_name)
     cr_expect(strstr(e.text, "tpu") && strstr(e.text, "auto, cpu, cuda"), "%s", e.text);
 }
 
+/* By the names of config.json. */
+Test(backend, sizes_that_are_refused)
+{
+    struct backend b;
+    struct backend_limits l = small_limits();
+    struct errmsg e;
+    struct gdn_dims gd = {.H = 1, .HV = 1, .K = 128, .V = 136};
+    struct attn_dims ad = {.HQ = 1, .HK = 1, .D = 96, .rot_dim = 16};
+    open_cpu(&b, 1, &l);
+    cr_expect_eq(b.ops->check(&b, &gd, NULL, &l, &e), ERR_UNSUPPORTED);
+    cr_expect(strstr(e.text, "linear_value_head_dim 136; accepted: multiples of 16"), "%s",
+              e.text);
+    cr_expect_eq(b.ops->check(&b, NULL, &ad, &l, &e), ERR_UNSUPPORTED);
+    cr_expect(strstr(e.text, "head_dim is 96; accepted: a multiple of 64"), "%s", e.text);
+    gd.V = 16;
+    ad.D = 192;
+    cr_expect_eq(b.ops->check(&b, &gd, &ad, &l, &e), 0);
+    b.ops->close(&b);
+}
+
 Test(backend, memory_is_plausible)
 {
     struct backend b;
