@@ -55,4 +55,16 @@ static inline bool world_is_sound(const struct fixture *f)
            prefix_is_sound(&en->prefix);
 }
 
+/* When no request is left: nothing is held, and the tree is there for kept states alone. */
+static inline bool world_is_idle(const struct fixture *f)
+{
+    const struct engine *en = f->engine;
+    bool is_idle = en->slots.n_held == 0 && en->pages.n_held == 0;
+    for (uint32_t i = 0; i < en->prefix.n_buckets; i++)
+        for (const struct prefix_node *v = en->prefix.buckets[i]; v; v = v->next)
+            is_idle &= v->n_users == 0 && v->n_wanted == 0 && !v->parked && !v->maker &&
+                       v->state != PREFIX_PENDING && v->n_refs == (v->state == PREFIX_READY);
+    return is_idle;
+}
+
 #endif

@@ -1,12 +1,15 @@
 /* The tree of prompts: what is found is what a list of prompts would say, whatever was
- * inserted, split and given up before; ranking; running out of memory leaks nothing. */
+ * inserted, split and given up before; ranking; running out of memory leaks nothing, and no
+ * number that is kept is another token's. */
 #include <criterion/criterion.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "leaks.h"
 #include "prefix.h"
+#include "request.h"
 #include "rng.h"
+#include "short_memory.h"
 
 TestSuite(prefix, .fini = leaks_check);
 
@@ -138,6 +141,96 @@ Test(prefix, tells_equal_hashes_apart)
         cr_assert_eq(prefix_insert(&p, NULL, 0, ids[i], N_TOKENS), v[i], "the same node again");
     }
     cr_assert(prefix_is_sound(&p));
+    prefix_fini(&p);
+}
+
+enum { MAX_TOP = 2 };
+
+/* Numbers of a prompt's tokens that tell all tokens up to each one. */
+struct numbers {
+    float logprobs[FEW_TOKENS];
+    struct top_entry top[FEW_TOKENS * MAX_TOP];
+    struct request r;
+};
+
+static void fill_numbers(struct numbers *k, struct prompt *q, int32_t n_top)
+{
+    uint32_t so_far = 1 + (uint32_t)q->key;
+    k->r = (struct request){
+        .ids = q->ids, .n_top = n_top, .prompt_logprobs = k->logprobs, .prompt_top = k->top};
+    for (int32_t t = 0; t < q->n; t++) {
+        so_far = (so_far * 31 + (uint32_t)q->ids[t]) % (1u << 23); /* whole as a float */
+        k->logprobs[t] = (float)so_far;
+        for (int32_t i = 0; i < n_top; i++)
+            k->top[t * n_top + i] = (struct top_entry){(int32_t)so_far, (float)i};
+    }
+}
+
+/* Kept as the engine does it: from the end of what was computed upwards. */
+static void keep_numbers(struct numbers *k, struct prefix_node *v)
+{
+    for (; v->parent && prefix_rows_top(v) < k->r.n_top; v = v->parent)
+        if (prefix_rows_store(v, &k->r) != 0)
+            break;
+}
+
+/* Whether q is told its own numbers where it is told any; how many times is counted. */
+static bool tells_own(struct prompt *q, int32_t n_top, int *n_told)
+{
+    struct numbers want, got;
+    fill_numbers(&want, q, n_top);
+    for (const struct prefix_node *v = q->node; v->parent; v = v->parent) {
+        fill_numbers(&got, q, n_top);
+        if (!prefix_rows_cover(v, &got.r))
+            continue;
+        memset(got.logprobs, 0, sizeof(got.logprobs));
+        memset(got.top, 0, sizeof(got.top));
+        prefix_rows_load(v, &got.r);
+        size_t n = (size_t)v->depth + 1;
+        if (memcmp(got.logprobs, want.logprobs, n * sizeof(*got.logprobs)) != 0 ||
+            memcmp(got.top, want.top, n * (size_t)n_top * sizeof(*got.top)) != 0)
+            return false;
+        ++*n_told;
+    }
+    return true;
+}
+
+Test(prefix, goes_on_when_memory_is_short)
+{
+    static struct prompt all[MAX_PROMPTS];
+    static struct numbers k;
+    struct prefix p;
+    struct rng rng = {20261130};
+    int n_told = 0;
+    cr_assert_eq(prefix_init(&p, BLOCK), 0);
+    for (int step = 0; step < 8000; step++) {
+        struct prompt *q = &all[rng_int(&rng, MAX_PROMPTS)];
+        int32_t n_top = rng_int(&rng, MAX_TOP + 1);
+        short_memory.one_in = rng_int(&rng, 3) ? 3 : 0;
+        if (q->node && rng_int(&rng, 2)) {
+            prefix_unref(&p, q->node);
+            q->node = NULL;
+        } else if (!q->node) {
+            make_parting(&rng, q);
+            q->key = rng_int(&rng, 8) ? q->key : step; /* or a root of its own */
+            q->node = q->n ? prefix_insert(&p, &q->key, 1, q->ids, q->n - 1) : NULL;
+        }
+        if (q->node && rng_int(&rng, 2)) {
+            fill_numbers(&k, q, n_top);
+            keep_numbers(&k, q->node);
+        }
+        if (q->node)
+            prefix_above(&p, q->node, BLOCK * rng_int(&rng, q->node->depth / BLOCK + 1));
+        short_memory.one_in = 0;
+        cr_assert(!q->node || tells_own(q, n_top, &n_told), "after step %d", step);
+        if (step % 16 == 0)
+            cr_assert(prefix_is_sound(&p), "after step %d", step);
+    }
+    cr_assert(n_told > 1000 && short_memory.n_failed > 1000, "%d told, %lld allocations failed",
+              n_told, short_memory.n_failed);
+    for (int i = 0; i < MAX_PROMPTS; i++)
+        prefix_unref(&p, all[i].node);
+    cr_assert_eq(p.n_nodes, 0, "nothing is left");
     prefix_fini(&p);
 }
 
