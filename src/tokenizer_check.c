@@ -253,10 +253,12 @@ struct part_row {
     struct row row;
 };
 
+/* Truncation and padding are what the tokenizer was last asked for in training, where
+ * transformers has saved it; a call that does not ask for them gets neither. */
 static const struct part_row part_rows[] = {
     {PART_VERSION, {"version", IS_ABSENT | IS_TEXT, "1.0"}},
-    {PART_TRUNCATION, {"truncation", IS_ABSENT | IS_NULL, NULL}},
-    {PART_PADDING, {"padding", IS_ABSENT | IS_NULL, NULL}},
+    {PART_TRUNCATION, {"truncation", IS_ANY, NULL}},
+    {PART_PADDING, {"padding", IS_ANY, NULL}},
     {PART_MODEL_TYPE, {"model.type", IS_ABSENT | IS_TEXT, "BPE"}},
     {PART_MODEL_DROPOUT, {"model.dropout", IS_ABSENT | IS_NULL, NULL}},
     {PART_MODEL_UNK_TOKEN, {"model.unk_token", IS_ABSENT | IS_NULL, NULL}},
@@ -422,17 +424,17 @@ int tokenizer_check_file(const char *text, size_t len, struct json_slice parts[N
 
 int tokenizer_check_added(struct json_slice list,
                           int (*add)(void *arg, size_t index, const char *content, size_t len,
-                                     int32_t id, bool special),
+                                     int32_t id, bool special, bool normalized),
                           void *arg, struct errmsg *e)
 {
-    /* Absent flags are as the reference's: false, and normalized true. */
+    /* Absent flags are as the reference's: false. */
     static const struct row rows[] = {
         {"id", IS_INTEGER, NULL},
         {"content", IS_STRING, NULL},
         {"single_word", IS_ABSENT | IS_FALSE, NULL},
         {"lstrip", IS_ABSENT | IS_FALSE, NULL},
         {"rstrip", IS_ABSENT | IS_FALSE, NULL},
-        {"normalized", IS_FALSE, NULL},
+        {"normalized", IS_BOOL, NULL},
         {"special", IS_BOOL, NULL},
     };
     json_t *tokens;
@@ -458,7 +460,8 @@ int tokenizer_check_added(struct json_slice list,
             code = errmsg_set(e, ERR_INVALID, "tokenizer.json: %s.content is empty", path);
         else
             code = add(arg, i, json_string_value(content), json_string_length(content),
-                       (int32_t)id, json_is_true(json_object_get(token, "special")));
+                       (int32_t)id, json_is_true(json_object_get(token, "special")),
+                       json_is_true(json_object_get(token, "normalized")));
     }
     json_decref(tokens);
     return code;

@@ -1,5 +1,5 @@
-/* Text to ids: added tokens in the raw text; each stretch between them in NFC by itself; each
- * split by itself; each piece merged. The order is the reference's, and it shows in the ids. */
+/* Text to ids: added tokens in the raw text; each stretch between them in NFC by itself; in that
+ * the added tokens with normalized; what is between split by itself; each piece merged. The order is the reference's, and it shows in the ids. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -23,16 +23,22 @@ static size_t least_ids(const struct bpe *b, size_t piece_bytes)
     return (piece_bytes + b->max_made_bytes - 1) / b->max_made_bytes;
 }
 
-static int encode_stretch(struct encoding *x, const char *text, size_t len)
+static int add_id(struct encoding *x, int32_t id)
+{
+    if (x->ids.n == x->max_ids)
+        return ERR_TOO_LARGE;
+    if (id_list_reserve(&x->ids, 1) != 0)
+        return ERR_NOMEM;
+    x->ids.ids[x->ids.n++] = id;
+    return 0;
+}
+
+/* Text in NFC, without added tokens. */
+static int encode_plain(struct encoding *x, const char *text, size_t len)
 {
     const struct tokenizer *t = x->t;
-    const char *nfc;
-    size_t nfc_len;
-
-    if (nfc_normalize(&t->chars, &x->nfc, text, len, &nfc, &nfc_len) != 0)
-        return ERR_NOMEM;
-    const unsigned char *p = (const unsigned char *)nfc;
-    const unsigned char *end = p + nfc_len;
+    const unsigned char *p = (const unsigned char *)text;
+    const unsigned char *end = p + len;
     while (p < end) {
         size_t n = split_next(&t->chars, t->family, p, end);
         if (least_ids(&t->bpe, n) > x->max_ids - x->ids.n)
@@ -47,24 +53,34 @@ static int encode_stretch(struct encoding *x, const char *text, size_t len)
     return 0;
 }
 
-static int encode_text(struct encoding *x, const char *text, size_t len)
+/* Cuts text at the tokens of a set and gives what is between them to encode. */
+static int encode_between(struct encoding *x, const struct added_set *added, const char *text,
+                          size_t len,
+                          int (*encode)(struct encoding *x, const char *text, size_t len))
 {
-    const struct added_set *added = &x->t->added;
     size_t done = 0, at;
     ptrdiff_t found;
 
-    while ((found = added_set_find(added, text, len, done, &at)) >= 0) {
-        int code = encode_stretch(x, text + done, at - done);
+    while (added->n > 0 && (found = added_set_find(added, text, len, done, &at)) >= 0) {
+        int code = encode(x, text + done, at - done);
+        if (code == 0)
+            code = add_id(x, added->tokens[found].id);
         if (code != 0)
             return code;
-        if (x->ids.n == x->max_ids)
-            return ERR_TOO_LARGE;
-        if (id_list_reserve(&x->ids, 1) != 0)
-            return ERR_NOMEM;
-        x->ids.ids[x->ids.n++] = added->tokens[found].id;
         done = at + added->tokens[found].len;
     }
-    return encode_stretch(x, text + done, len - done);
+    return encode(x, text + done, len - done);
+}
+
+/* Raw text without the tokens that are searched there. */
+static int encode_stretch(struct encoding *x, const char *text, size_t len)
+{
+    const char *nfc;
+    size_t nfc_len;
+
+    if (nfc_normalize(&x->t->chars, &x->nfc, text, len, &nfc, &nfc_len) != 0)
+        return ERR_NOMEM;
+    return encode_between(x, &x->t->added_nfc, nfc, nfc_len, encode_plain);
 }
 
 int tokenizer_encode(const struct tokenizer *t, const char *text, size_t len, int32_t max_ids,
@@ -80,7 +96,7 @@ int tokenizer_encode(const struct tokenizer *t, const char *text, size_t len, in
                           MAX_TEXT_BYTES);
     if (!utf8_is_valid(text, len, &bad_at))
         return errmsg_set(e, ERR_INVALID, "text is not UTF-8 at byte %zu", bad_at);
-    int code = encode_text(&x, text, len);
+    int code = encode_between(&x, &t->added, text, len, encode_stretch);
     nfc_scratch_fini(&x.nfc);
     bpe_scratch_fini(&x.bpe);
     if (code != 0) {

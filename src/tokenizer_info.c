@@ -133,20 +133,33 @@ static int take_end_token(struct tokenizer *t, struct errmsg *e)
 
 /* ---- what tokenizer_config.json may say of ids */
 
-/* A token that tokenizer_config.json has in a list must be an added token of tokenizer.json, as
- * plain as those are: other readers add it to them. */
+static bool has_token(const struct added_set *set, const char *text, size_t len)
+{
+    size_t at;
+    ptrdiff_t found = added_set_find(set, text, len, 0, &at);
+    return found >= 0 && at == 0 && set->tokens[found].len == len;
+}
+
+/* A token that tokenizer_config.json has in a list must be an added token of tokenizer.json with
+ * the same flags: other readers add it to them. */
 static int check_token(const struct tokenizer *t, const char *list, const json_t *token,
                        struct errmsg *e)
 {
-    static const char *const flags[] = {"lstrip", "rstrip", "single_word", "normalized"};
-    const json_t *content = json_is_object(token) ? json_object_get(token, "content") : token;
-    const char *text = json_string_value(content), *flag = NULL;
-    size_t len = json_string_length(content), at;
-    ptrdiff_t found = text ? added_set_find(&t->added, text, len, 0, &at) : -1;
-    for (int i = 0; i < 4; i++)
-        if (json_is_true(json_object_get(token, flags[i])))
+    static const char *const flags[] = {"lstrip", "rstrip", "single_word"};
+    bool is_object = json_is_object(token);
+    bool normalized = json_is_true(json_object_get(token, "normalized"));
+    const json_t *content = is_object ? json_object_get(token, "content") : token;
+    const char *text = json_string_value(content), *flag = normalized ? "normalized" : NULL;
+    size_t len = json_string_length(content);
+    bool is_known =
+        text && (((!is_object || !normalized) && has_token(&t->added, text, len)) ||
+                 ((!is_object || normalized) && has_token(&t->added_nfc, text, len)));
+    for (int i = 0; i < 3; i++)
+        if (json_is_true(json_object_get(token, flags[i]))) {
             flag = flags[i];
-    if (found >= 0 && at == 0 && t->added.tokens[found].len == len && !flag)
+            is_known = false;
+        }
+    if (is_known)
         return 0;
     errmsg_set(e, 0, "tokenizer_config.json: %s has ", list);
     if (!text)

@@ -277,7 +277,8 @@ static inline int byte_alphabet_byte(uint32_t code)
 struct tokenizer {
     struct token_table tokens;
     struct char_table chars;
-    struct added_set added;
+    struct added_set added;     /* searched in the raw text */
+    struct added_set added_nfc; /* with normalized: in its NFC, and spelt so */
     struct bpe bpe;
     enum split_family family;
     struct tokenizer_info info;
@@ -332,7 +333,7 @@ int tokenizer_check_file(const char *text, size_t len, struct json_slice parts[N
  * list. */
 int tokenizer_check_added(struct json_slice list,
                           int (*add)(void *arg, size_t index, const char *content, size_t len,
-                                     int32_t id, bool special),
+                                     int32_t id, bool special, bool normalized),
                           void *arg, struct errmsg *e);
 
 #endif

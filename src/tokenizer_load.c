@@ -31,6 +31,7 @@ struct loader {
     int32_t *by_id; /* [n_ids] index in tokens, or -1 */
     struct merge *merges;
     int32_t n_merges, cap_merges;
+    struct nfc_scratch nfc;
     struct errmsg *e;
 };
 
@@ -144,12 +145,14 @@ static int index_vocab(struct loader *l)
 /* An added token may also be in the vocabulary; then it is the same token and has the same
  * id. */
 static int add_added(void *arg, size_t index, const char *content, size_t len, int32_t id,
-                     bool special)
+                     bool special, bool normalized)
 {
     struct loader *l = arg;
-    struct added_set *set = &l->t->added;
-    int32_t known = find_spelling(l, content, len);
+    struct added_set *set = normalized ? &l->t->added_nfc : &l->t->added;
 
+    if (normalized && nfc_normalize(&l->t->chars, &l->nfc, content, len, &content, &len) != 0)
+        return ERR_NOMEM;
+    int32_t known = find_spelling(l, content, len);
     if (known >= 0 && l->tokens[known].id != id)
         return errmsg_set(l->e, ERR_UNSUPPORTED,
                           "tokenizer.json: added_tokens[%zu].id is %d, but model.vocab has its "
@@ -174,12 +177,9 @@ static int add_added(void *arg, size_t index, const char *content, size_t len, i
     return l->spellings.failed ? ERR_NOMEM : note_token(l, offset, id, special);
 }
 
-static int read_added(struct loader *l)
+/* Sorts a set; two tokens of it must not be spelt alike. */
+static int sort_added(struct loader *l, struct added_set *set)
 {
-    struct added_set *set = &l->t->added;
-    int code = tokenizer_check_added(l->parts[PART_ADDED_TOKENS], add_added, l, l->e);
-    if (code != 0)
-        return code;
     added_set_sort(set);
     for (size_t i = 1; i < set->n; i++)
         if (set->tokens[i].len == set->tokens[i - 1].len &&
@@ -188,6 +188,14 @@ static int read_added(struct loader *l)
                               "tokenizer.json: added_tokens: ids %d and %d have one content",
                               set->tokens[i - 1].id, set->tokens[i].id);
     return 0;
+}
+
+static int read_added(struct loader *l)
+{
+    int code = tokenizer_check_added(l->parts[PART_ADDED_TOKENS], add_added, l, l->e);
+    if (code == 0)
+        code = sort_added(l, &l->t->added);
+    return code == 0 ? sort_added(l, &l->t->added_nfc) : code;
 }
 
 /* ---- ids */
@@ -440,6 +448,7 @@ int tokenizer_load(const char *path, struct tokenizer **out, struct errmsg *e)
         code = load_info(l.t, path, e);
     free(l.by_bytes.slots);
     buf_fini(&l.spellings);
+    nfc_scratch_fini(&l.nfc);
     free(l.tokens);
     free(l.by_id);
     free(l.merges);
@@ -459,6 +468,7 @@ void tokenizer_free(struct tokenizer *t)
         return;
     bpe_fini(&t->bpe);
     added_set_fini(&t->added);
+    added_set_fini(&t->added_nfc);
     char_table_fini(&t->chars);
     tokenizer_info_fini(&t->info);
     free(t->tokens.offsets);
