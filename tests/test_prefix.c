@@ -234,6 +234,32 @@ Test(prefix, goes_on_when_memory_is_short)
     prefix_fini(&p);
 }
 
+/* Nodes are found also while the table is smaller than it should be. */
+Test(prefix, finds_all_when_its_table_cannot_grow)
+{
+    enum { N = 4000 };
+    static struct prefix_node *v[N];
+    struct prefix p;
+    uint32_t n_late = 0;
+    cr_assert_eq(prefix_init(&p, BLOCK), 0);
+    for (int32_t key = 0; key < N; key++) {
+        short_memory.one_in = 2;
+        v[key] = prefix_insert(&p, &key, 1, NULL, 0);
+        short_memory.one_in = 0;
+        n_late += p.n_nodes > (int32_t)p.n_buckets;
+    }
+    cr_assert_gt(n_late, 0, "it was never too small");
+    for (int32_t key = 0; key < N; key++) {
+        if (!v[key])
+            continue;
+        cr_assert_eq(prefix_insert(&p, &key, 1, NULL, 0), v[key]);
+        prefix_unref(&p, v[key]);
+        prefix_unref(&p, v[key]);
+    }
+    cr_assert_eq(p.n_nodes, 0, "nothing is left");
+    prefix_fini(&p);
+}
+
 Test(prefix, keys_keep_apart)
 {
     static const int32_t ids[2 * BLOCK] = {0}, keys[] = {7, 7};

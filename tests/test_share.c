@@ -146,7 +146,9 @@ static bool same_top(const struct top_entry *a, const struct top_entry *b, int32
 static bool same_bits(const struct request *r, const struct reference *p)
 {
     int32_t from = r->logprobs_from > 1 ? r->logprobs_from : 1, n_top = r->n_top;
-    bool is_same = same_top(r->next_top, p->next, n_top);
+    /* Of one that generates they are those of its last token. */
+    const struct top_entry *next = r->sampling ? r->new_top : r->next_top;
+    bool is_same = n_top == 0 || same_top(next, p->next, n_top);
     for (int32_t t = from; r->logprobs == LOGPROBS_ALL && t < p->n; t++)
         is_same &=
             memcmp(&r->prompt_logprobs[t], &p->logprobs[t], sizeof(float)) == 0 &&
@@ -167,6 +169,14 @@ static bool has_left(const struct fixture *f, const struct request *r)
         if (p->ranking[i]->made_by == r->item.seq)
             return true;
     return false;
+}
+
+/* With penalties, which take memory for each token. */
+static void generate(struct fixture *f, struct rng *rng, struct request *r)
+{
+    struct sampling s = {.max_new = 1 + rng_int(rng, 4), .presence_penalty = 1};
+    if (request_generate(r, &s, f->sizes.o.page_tokens) != 0)
+        abort();
 }
 
 static struct request *new_request(struct fixture *f, struct rng *rng, int i, int32_t key,
@@ -200,6 +210,8 @@ static void run_round(struct fixture *f, struct rng *rng, struct count *count, i
         while (n_pushed < n && rng_int(rng, 8) != 0) {
             int i = which[n_pushed] = rng_int(rng, N_PROMPTS);
             r[n_pushed] = new_request(f, rng, i, key, once, &n_done);
+            if (fail_one_in && rng_int(rng, 4) == 0)
+                generate(f, rng, r[n_pushed]);
             queue_push(f->queue, r[n_pushed++]);
         }
         short_memory.one_in = fail_one_in;
