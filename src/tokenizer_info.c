@@ -140,8 +140,8 @@ static bool has_token(const struct added_set *set, const char *text, size_t len)
     return found >= 0 && at == 0 && set->tokens[found].len == len;
 }
 
-/* A token that tokenizer_config.json has in a list must be an added token of tokenizer.json with
- * the same flags: other readers add it to them. */
+/* A token that tokenizer_config.json has in a list must be an added token of tokenizer.json
+ * with the same flags: other readers add it to them. */
 static int check_token(const struct tokenizer *t, const char *list, const json_t *token,
                        struct errmsg *e)
 {

@@ -321,7 +321,8 @@ enum file_part {
     N_FILE_PARTS
 };
 
-/* Short printable text of a file, for a message; false, and nothing added, when it is not that. */
+/* Short printable text of a file, for a message; false, and nothing added, when it is not
+ * that. */
 bool tokenizer_add_quoted(struct errmsg *e, const char *s);
 
 /* Finds the parts in a file's text, and refuses by name whatever would make other ids or text
