@@ -1,5 +1,6 @@
 /* Text to ids: added tokens in the raw text; each stretch between them in NFC by itself; in
- * that the added tokens with normalized; what is between split by itself; each piece merged. The order is the reference's, and it shows in the ids. */
+ * that the added tokens with normalized; what is between split by itself; each piece merged.
+ * The order is the reference's, and it shows in the ids. */
 #include <stdlib.h>
 #include <string.h>
 
