@@ -191,7 +191,9 @@ int model_size(const struct arch *a, const struct st_set *set, struct backend *b
     if (s.total_bytes > s.memory_bytes) {
         errmsg_set(e, ERR_NOMEM, "the model does not fit: ");
         size_explain(&s, e);
-        errmsg_add(e, "; lower state-slots, kv-tokens or max-step-tokens");
+        errmsg_add(e, s.weights_bytes < s.memory_bytes
+                          ? "; lower state-slots, kv-tokens or max-step-tokens"
+                          : "; the weights alone take more");
         return ERR_NOMEM;
     }
     *out = s;

@@ -2,6 +2,7 @@
 """The sixteen groups of faults of serving that users of other servers report (../shared/serving.md, 3c), each a test by
 its number, from outside; where another test looks closer, its comment says where. TAP."""
 
+import json
 import os
 import re
 import shutil
@@ -60,7 +61,13 @@ def fault_1(tmp):
     r = subprocess.run([PREFILLD, "--model", MODEL, "--state-slots", "1000000", "--check"],
                        capture_output=True, text=True, check=False)
     fault(1, r.returncode != 0 and "does not fit" in r.stderr and "state slots" in r.stderr and
-          "free:" in r.stderr, "with the numbers", r.stderr)
+          "free:" in r.stderr and "lower state-slots" in r.stderr, "with the numbers", r.stderr)
+    with open(os.path.join(tmp, "config.json"), "w", encoding="utf-8") as file:
+        json.dump({"model_type": "qwen3_5_text", "vocab_size": 1 << 24, "hidden_size": 1 << 16}, file)
+    r = subprocess.run([PREFILLD, "--model", tmp, "--load", "dummy", "--check"],
+                       capture_output=True, text=True, check=False)
+    fault(1, r.returncode != 0 and "weights alone" in r.stderr and "lower" not in r.stderr,
+          "and no advice that cannot help", r.stderr)
     with Daemon("--max-seqs", 1024, "--state-slots", 3, "--kv-tokens", 2048) as d:
         a = d.ask("POST", "/v1/completions", {"prompt": [[5, 6]] * 40, "max_tokens": 2})
         fault(1, a.status == 200 and len(a.json()["choices"]) == 40,
