@@ -44,6 +44,12 @@ static const char *const own_fields[] = {"messages",
                                          "logprob_token_ids",
                                          "echo",
                                          "best_of",
+                                         "use_beam_search",
+                                         "bad_words",
+                                         "allowed_token_ids",
+                                         "prompt_logprobs",
+                                         "truncate_prompt_tokens",
+                                         "return_tokens_as_token_ids",
                                          "add_special_tokens",
                                          NULL};
 
@@ -59,6 +65,12 @@ static const char *const unserved[] = {"tools",
                                        "structured_outputs",
                                        "echo",
                                        "best_of",
+                                       "use_beam_search",
+                                       "bad_words",
+                                       "allowed_token_ids",
+                                       "prompt_logprobs",
+                                       "truncate_prompt_tokens",
+                                       "return_tokens_as_token_ids",
                                        NULL};
 
 /* The template is ChatML: without its tokens the model knows nothing of it. */

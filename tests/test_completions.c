@@ -301,6 +301,8 @@ static void test_ends(void)
 /* ---- its relatives ---- */
 
 /* A call, what its answer says, and with which status. */
+#define CHAT(field) "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}]," field "}"
+
 static const struct {
     const char *path, *body, *says;
     int status;
@@ -395,6 +397,14 @@ static const struct {
      "\"top_logprobs\": [{\"token\": \"(\", \"logprob\": -4, \"bytes\": [40]}, {\"token\": "
      "\" ha\", \"logprob\": -5, \"bytes\": [32, 104, 97]}]}]}",
      200},
+    {"/v1/chat/completions", CHAT("\"use_beam_search\":true"), "use_beam_search is ", 400},
+    {"/v1/chat/completions", CHAT("\"bad_words\":[\"a\"]"), "bad_words is ", 400},
+    {"/v1/chat/completions", CHAT("\"allowed_token_ids\":[1]"), "allowed_token_ids is ", 400},
+    {"/v1/chat/completions", CHAT("\"prompt_logprobs\":0"), "prompt_logprobs is ", 400},
+    {"/v1/chat/completions", CHAT("\"truncate_prompt_tokens\":3"), "truncate_prompt_tokens is ",
+     400},
+    {"/v1/chat/completions", CHAT("\"return_tokens_as_token_ids\":true"),
+     "return_tokens_as_token_ids is ", 400},
     {"/v1/chat/completions", "{\"messages\":[]}", "messages is empty", 400},
     {"/v1/chat/completions", "{}", "messages is missing", 400},
     {"/v1/chat/completions", "{\"messages\":[{\"role\":\"x\",\"content\":\"a\"}]}",
