@@ -6,18 +6,20 @@
  * 0:
  *   m' = max(m, max s); p = exp2((s - m') c); l = l exp2((m - m') c) + sum p;
  *   O = O exp2((m - m') c) + bf16(p) V, c = log2(e) / sqrt(D); keys past the row have s = -inf.
+ * Segments of K_ATTN_SEGMENT keys begin with m = -inf, l = 0, O = 0 and are joined in ascending
+ * order (attn_split.cuh).
  * Blocks lie at absolute multiples of 64 and a block wholly past a row leaves m, l and O as
  * they are (factor 1, sums of zeros): a row's bits do not depend on its tile. bf16 operands,
  * f32 scores and sums.
  *
  * A tile is 64 rows, (token, query head of the group) token first, of one chunk and KV head: a
- * short piece fills few tiles. 4 warps of 16 rows; grid NC * HK * ceil(ratio), block 128,
+ * short piece fills few tiles. 4 warps of 16 rows; a block a job (attn_split.cuh), block 128,
  * shared 96 KB (Q, one block of K, one of V: V travels while scores are made, the next K while
  * values are summed), two blocks a multiprocessor on sm_90. Rows of a block past the tile's
  * last position are zeroed, never read.
  * Limit: mma.sync, 4 * D FLOP a (row, key) pair; its operands take the bandwidth of shared
  * memory first (2 clocks a 16x8x16 product). Hopper has its own body, attn_hopper.cu. */
-#include "attn.cuh"
+#include "attn_split.cuh"
 
 // ---- kernels
 
@@ -28,6 +30,7 @@ struct __align__(1024) attn_smem
     uint8_t Q[KV_BYTES];
     uint8_t K[KV_BYTES];
     uint8_t V[KV_BYTES];
+    int total; /* the place of the block's sums so far */
 };
 
 /* n rows of a block of keys or values; the other rows become zeros. */
@@ -112,20 +115,43 @@ __device__ static inline void store_row(const struct k_attn *a, const struct att
     bf16 *o = (bf16 *)a->o + attn_row_at(t, a->d.HQ * ATTN_D, r) + col;
     float s = 1.0f / total;
 #pragma unroll
-    for (int nt = 0; nt < 32; nt++) {
-        uint32_t g = *(const uint32_t *)(gate + nt * 8);
+    for (int nt = 0; nt < 32; nt++)
         *(uint32_t *)(o + nt * 8) =
-            pack2(O[nt][at] * s * sigmoid(lo2(g)), O[nt][at + 1] * s * sigmoid(hi2(g)));
-    }
+            attn_output(O[nt][at], O[nt][at + 1], s, *(const uint32_t *)(gate + nt * 8));
 }
 
-__global__ static void __launch_bounds__(ATTN_THREADS) attn_kernel(struct k_attn a)
+/* The thread's place in the sums so far, which exist from the first segment's end on. */
+__device__ static inline float4 *sums_at(const struct attn_work *w, const struct attn_smem *s)
+{
+    return w->totals + (int64_t)s->total * GROUP_SUMS + threadIdx.x;
+}
+
+/* A segment has ended and another follows: O goes to the sums so far and begins afresh. */
+__device__ static inline void segment_end(const struct attn_work *w, struct attn_smem *s,
+                                          float O[32][4], struct attn_row row[2], int segment)
+{
+    struct attn_sums ended = attn_rows_end(row);
+    if (segment == 0 && threadIdx.x == 0)
+        s->total = attn_total_take(w);
+    __syncthreads();
+    float4 *at = sums_at(w, s);
+    if (segment > 0)
+        attn_sums_join(O, &ended, row, segment, at);
+    attn_sums_store(at, O, &ended);
+#pragma unroll
+    for (int i = 0; i < 128; i++)
+        O[i >> 2][i & 3] = 0.0f;
+}
+
+__global__ static void __launch_bounds__(ATTN_THREADS)
+    attn_kernel(struct k_attn a, struct attn_work w)
 {
     extern __shared__ uint8_t raw[];
     struct attn_smem *s = (struct attn_smem *)raw;
-    struct attn_tile t = attn_tile_at(&a.b, &a.d, ATTN_ROWS);
-    if (t.n_rows <= 0)
+    struct attn_job job;
+    if (!attn_job_at(&a, &w, ATTN_ROWS, &job))
         return;
+    const struct attn_tile t = job.t;
     const int32_t *pages = a.kv.page_table + (int64_t)t.seq * a.kv.max_pages;
     const bf16 *keys = (const bf16 *)a.kv.k, *values = (const bf16 *)a.kv.v;
     int P = a.kv.page_tokens, r0 = (threadIdx.x >> 5) * 16 + ((threadIdx.x & 31) >> 2);
@@ -136,22 +162,25 @@ __global__ static void __launch_bounds__(ATTN_THREADS) attn_kernel(struct k_attn
         O[i >> 2][i & 3] = 0.0f;
     struct attn_row row[2] = {attn_row_new(&t, r0), attn_row_new(&t, r0 + 8)};
     load_queries(s->Q, &a, &t);
-    int64_t at = kv_block_at(&a.kv, &a.d, pages[0], t.kv_head, 0);
-    load_block(s->K, keys + at, t.last + 1);
+    int key0 = job.from * KV_BLOCK, end = min(job.to * KV_BLOCK, t.last + 1), segment = 0;
+    int64_t at = kv_block_at(&a.kv, &a.d, pages[key0 / P], t.kv_head, key0);
+    load_block(s->K, keys + at, end - key0);
     cp_commit();
-    for (int key0 = 0; key0 <= t.last; key0 += KV_BLOCK) {
-        load_block(s->V, values + at, t.last + 1 - key0);
+    for (; key0 < end; key0 += KV_BLOCK) {
+        load_block(s->V, values + at, end - key0);
         cp_commit();
         int next = key0 + KV_BLOCK;
-        if (next <= t.last)
+        if (next < end)
             at = kv_block_at(&a.kv, &a.d, pages[next / P], t.kv_head, next);
+        if (key0 > job.from * KV_BLOCK && key0 % K_ATTN_SEGMENT == 0)
+            segment_end(&w, s, O, row, segment++);
         cp_wait<1>();
         __syncthreads();
         float S[8][4];
         scores(S, smem_addr(s->Q), smem_addr(s->K));
         __syncthreads();
-        if (next <= t.last)
-            load_block(s->K, keys + at, t.last + 1 - next);
+        if (next < end)
+            load_block(s->K, keys + at, end - next);
         cp_commit();
         bool is_edge = key0 + KV_BLOCK - 1 > t.pos + attn_token_of(&t, 0);
         rescale(O, soften(S, &row[0], 0, key0, is_edge), 0);
@@ -165,27 +194,49 @@ __global__ static void __launch_bounds__(ATTN_THREADS) attn_kernel(struct k_attn
         add_values(O, p, smem_addr(s->V));
         __syncthreads();
     }
-    store_row(&a, &t, O, row_total(&row[0]), 0, r0);
-    store_row(&a, &t, O, row_total(&row[1]), 2, r0 + 8);
+    struct attn_sums ended = attn_rows_end(row);
+    if (job.part >= 0) {
+        attn_sums_store(w.parts + (int64_t)job.part * GROUP_SUMS + threadIdx.x, O, &ended);
+        return;
+    }
+    if (segment > 0) {
+        attn_sums_join(O, &ended, row, segment, sums_at(&w, s));
+        __syncthreads();
+        if (threadIdx.x == 0)
+            attn_total_give(&w, s->total);
+    }
+    store_row(&a, &t, O, ended.total[0], 0, r0);
+    store_row(&a, &t, O, ended.total[1], 2, r0 + 8);
 }
 
 // ---- launchers
+
+static cudaError_t attn_portable(const struct k_attn *a, const struct attn_work *w,
+                                 cudaStream_t stream)
+{
+    cudaError_t e = cudaFuncSetAttribute(
+        attn_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(struct attn_smem));
+    if (e != cudaSuccess)
+        return e;
+    attn_kernel<<<(unsigned)w->max_jobs, ATTN_THREADS, sizeof(struct attn_smem), stream>>>(*a,
+                                                                                           *w);
+    return cudaGetLastError();
+}
 
 extern "C" cudaError_t k_attn(const struct k_attn *a, cudaStream_t stream)
 {
     if (!attn_dims_ok(&a->d, &a->kv) || a->dev->smem_bytes < (int)sizeof(struct attn_smem))
         return cudaErrorInvalidValue;
-    int64_t n = attn_grid(&a->b, &a->d, ATTN_ROWS);
-    if (n > INT32_MAX)
+    bool is_hopper = a->body == K_ATTN_HOPPER || (a->body == K_ATTN_AUTO && a->dev->cc == 90);
+    int rows = is_hopper ? (int)ATTN_HOPPER_ROWS : (int)ATTN_ROWS;
+    int64_t n = attn_grid(&a->b, &a->d, rows);
+    if (n > INT32_MAX - SPLIT_GROUPS)
         return cudaErrorInvalidValue;
     if (n == 0)
         return cudaSuccess;
-    if (a->body == K_ATTN_HOPPER || (a->body == K_ATTN_AUTO && a->dev->cc == 90))
-        return attn_hopper(a, stream);
-    cudaError_t e = cudaFuncSetAttribute(
-        attn_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(struct attn_smem));
-    if (e != cudaSuccess)
-        return e;
-    attn_kernel<<<(unsigned)n, ATTN_THREADS, sizeof(struct attn_smem), stream>>>(*a);
-    return cudaGetLastError();
+    struct attn_work w;
+    cudaError_t e = attn_split_plan(a, rows, &w, stream);
+    if (e == cudaSuccess)
+        e = is_hopper ? attn_hopper(a, &w, stream) : attn_portable(a, &w, stream);
+    return e == cudaSuccess ? attn_split_join(a, rows, &w, stream) : e;
 }

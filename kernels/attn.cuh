@@ -1,5 +1,5 @@
 /* What the attention kernels share: the head dim they are made for, the tiling of query rows,
- * and where a block of keys lies. */
+ * where a block of keys lies, and a row's weights. */
 #ifndef PREFILLD_ATTN_CUH
 #define PREFILLD_ATTN_CUH
 
@@ -10,6 +10,9 @@ enum { ATTN_D = 256, KV_BLOCK = 64, PANELS = ATTN_D / 64, KV_BYTES = PANELS * TI
 
 /* exp(x / sqrt(D)) = exp2(x * ATTN_SCALE). */
 #define ATTN_SCALE (1.4426950408889634f / 16)
+
+/* Below any score: the maximum of a row that has seen no key, so that its weights are zeros. */
+#define ATTN_LEAST -3e38f
 
 /* Query rows of a chunk and KV head are (token, query head of the group), token first; a tile
  * takes some of them. Row r is token r / ratio. */
@@ -31,16 +34,20 @@ __device__ static inline int attn_token_of(const struct attn_tile *t, int r)
     return (t->row0 + r) * t->by_ratio >> 20;
 }
 
-/* Tile `i` of ceil(64 * ratio / rows) of the chunk; the map's last chunks come first, since
- * later positions have more keys. */
-__device__ static inline struct attn_tile attn_tile_at(const struct k_batch *b,
-                                                       const struct k_attn_dims *d, int rows)
+/* Tiles of a chunk and KV head. */
+__device__ static inline int attn_tiles_of_chunk(const struct k_attn_dims *d, int rows)
+{
+    return (K_CHUNK * (d->HQ / d->HK) + rows - 1) / rows;
+}
+
+/* Tile i: chunks in the map's order, KV heads, tiles. */
+__device__ static inline struct attn_tile
+attn_tile_at(const struct k_batch *b, const struct k_attn_dims *d, int rows, int i)
 {
     struct attn_tile t;
     t.ratio = d->HQ / d->HK;
     t.by_ratio = ((1 << 20) + t.ratio - 1) / t.ratio;
-    int n_tiles = (K_CHUNK * t.ratio + rows - 1) / rows;
-    int i = gridDim.x - 1 - blockIdx.x, chunk = i / (n_tiles * d->HK);
+    int n_tiles = attn_tiles_of_chunk(d, rows), chunk = i / (n_tiles * d->HK);
     t.kv_head = i / n_tiles % d->HK;
     t.row0 = i % n_tiles * rows;
     t.seq = b->chunk_seq[chunk];
@@ -84,25 +91,31 @@ __device__ static inline struct attn_row attn_row_new(const struct attn_tile *t,
     return row;
 }
 
-/* Columns S[nt][at], S[nt][at + 1] of the row's scores for keys key0 .. key0 + 63 become
- * weights. Keys past the row count as -inf; is_edge: there may be some. Returns the factor for
- * the row's earlier sums. */
-__device__ static inline float soften(float S[8][4], struct attn_row *r, int at, int key0,
-                                      bool is_edge)
+/* Columns S[nt][at], S[nt][at + 1] are the row's scores for keys key0 .. key0 + 63. Returns the
+ * row's maximum with them. Keys past the row become -inf; is_edge: there may be some. */
+__device__ static inline float row_max(float S[8][4], const struct attn_row *r, int at,
+                                       int key0, bool is_edge)
 {
+    float m = r->max;
     if (is_edge) {
+        m = fmaxf(m, ATTN_LEAST);
         int first = key0 + 2 * (threadIdx.x & 3);
 #pragma unroll
         for (int i = 0; i < 16; i++)
             if (first + 8 * (i >> 1) + (i & 1) > r->pos)
                 S[i >> 1][at + (i & 1)] = -INFINITY;
     }
-    float m = r->max;
 #pragma unroll
     for (int nt = 0; nt < 8; nt++)
         m = fmaxf(m, fmaxf(S[nt][at], S[nt][at + 1]));
     m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
-    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+    return fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+}
+
+/* The scores become weights, m being the maximum. Returns the factor for the row's earlier
+ * sums. */
+__device__ static inline float row_weights(float S[8][4], struct attn_row *r, int at, float m)
+{
     float shift = exp2_fast((r->max - m) * ATTN_SCALE), base = m * ATTN_SCALE, sum = 0;
     r->max = m;
 #pragma unroll
@@ -115,11 +128,25 @@ __device__ static inline float soften(float S[8][4], struct attn_row *r, int at,
     return shift;
 }
 
+/* Both at once. */
+__device__ static inline float soften(float S[8][4], struct attn_row *r, int at, int key0,
+                                      bool is_edge)
+{
+    return row_weights(S, r, at, row_max(S, r, at, key0, is_edge));
+}
+
 /* The row's sum of weights over the four threads that share it. */
 __device__ static inline float row_total(const struct attn_row *r)
 {
     float total = r->total + __shfl_xor_sync(0xffffffffu, r->total, 1);
     return total + __shfl_xor_sync(0xffffffffu, total, 2);
+}
+
+/* Two neighbours of O / total * sigmoid(gate). */
+__device__ static inline uint32_t attn_output(float x, float y, float inv_total, uint32_t gate)
+{
+    float2 sig = sigmoid2(lo2(gate), hi2(gate));
+    return pack2(x * inv_total * sig.x, y * inv_total * sig.y);
 }
 
 static inline bool attn_dims_ok(const struct k_attn_dims *d, const struct k_kv_pages *kv)
@@ -128,8 +155,5 @@ static inline bool attn_dims_ok(const struct k_attn_dims *d, const struct k_kv_p
            d->HQ / d->HK <= 64 && d->ld % 8 == 0 && d->ld >= (2 * d->HQ + 2 * d->HK) * ATTN_D &&
            kv->page_tokens > 0 && kv->page_tokens % 64 == 0;
 }
-
-/* The body for compute capability 9.0; shapes are checked and there is work. */
-cudaError_t attn_hopper(const struct k_attn *a, cudaStream_t stream);
 
 #endif

@@ -11,16 +11,18 @@
  * dropped, value rows are zeroed by the loading warp. Gates come into Q's place after the last
  * scores, and outputs leave from there. Q, gates and outputs move by tensor copies when the
  * ratio divides 64, else row by row, as do the outputs of fewer than 64 rows.
- * Grid NC * HK * ceil(ratio / 2), block 384, shared 193 KB, registers 24 + 2 * 240.
+ * Grid: a block a job (attn_split.cuh); NC * HK * ceil(ratio / 2) where there is no second
+ * segment. Block 384, shared 193 KB, registers 24 + 2 * 240.
  * Limit: tensor cores, 2 * 1024 cycles a block of keys for a tile, and as much of shared memory
  * bandwidth while scores are made (Q and K both from there). Seen: 2220 cycles a block in long
- * sequences; what surrounds the loop takes a tile some 16,000 cycles. */
-#include "attn.cuh"
+ * sequences; what surrounds the loop takes a tile some 16,000 cycles, and an end of a segment
+ * inside a job some 14,000 (no tensor core works meanwhile). */
+#include "attn_split.cuh"
 #include "hopper.cuh"
 
 // ---- kernels
 
-enum { HOPPER_THREADS = 384, HOPPER_ROWS = 128, KV_STAGES = 2 };
+enum { HOPPER_THREADS = 384, KV_STAGES = 2 };
 
 /* Over [T, 2 HQ, 256] (q | gate) and [T, HQ, 256] (o); boxes of 64 columns x ratio heads x
  * 64 / ratio tokens, 64 rows of a tile. Only when the ratio divides 64. */
@@ -36,6 +38,7 @@ struct __align__(1024) hopper_smem
     uint64_t k_full[KV_STAGES], v_full[KV_STAGES];   /* 1 arrival and the copy's bytes */
     uint64_t k_empty[KV_STAGES], v_empty[KV_STAGES]; /* 4 for each warpgroup with rows */
     uint64_t rows_full[2]; /* as k_full, of each warpgroup: first Q, then gates */
+    int total[2];          /* the place of each warpgroup's sums so far */
 };
 
 __device__ static inline void block_load(uint8_t *dst, const bf16 *src, int n, uint64_t *full)
@@ -49,22 +52,27 @@ __device__ static inline void block_load(uint8_t *dst, const bf16 *src, int n, u
         bulk_load(dst + i * TILE_BYTES, (const uint8_t *)src + i * TILE_BYTES, n * 128, full);
 }
 
-/* One warp. */
-__device__ static inline void produce(const struct k_attn *a, const struct attn_tile *t,
+/* One warp. The stage of a block and its parity follow from its number: jobs begin at multiples
+ * of SEGMENT_BLOCKS. */
+static_assert(SEGMENT_BLOCKS % (2 * KV_STAGES) == 0, "stages begin anew with a segment");
+__device__ static inline void produce(const struct k_attn *a, const struct attn_job *job,
                                       struct hopper_smem *s, int lane)
 {
+    const struct attn_tile *t = &job->t;
     const int32_t *pages = a->kv.page_table + (int64_t)t->seq * a->kv.max_pages;
     const bf16 *keys = (const bf16 *)a->kv.k, *values = (const bf16 *)a->kv.v;
-    for (int j = 0, key0 = 0; key0 <= t->last; j++, key0 += KV_BLOCK) {
+    for (int j = job->from; j < job->to; j++) {
         int i = j % KV_STAGES, free_parity = (j / KV_STAGES - 1) & 1;
+        int key0 = j * KV_BLOCK;
+        bool is_used = j >= job->from + KV_STAGES;
         int n = min(t->last + 1 - key0, (int)KV_BLOCK);
         int64_t at =
             kv_block_at(&a->kv, &a->d, pages[key0 / a->kv.page_tokens], t->kv_head, key0);
-        if (j >= KV_STAGES)
+        if (is_used)
             mbar_wait(&s->k_empty[i], free_parity);
         if (lane == 0)
             block_load(s->K[i], keys + at, n, &s->k_full[i]);
-        if (j >= KV_STAGES)
+        if (is_used)
             mbar_wait(&s->v_empty[i], free_parity);
         if (n < KV_BLOCK) {
             zero_rows(s->V[i], PANELS, n, lane, 32);
@@ -183,9 +191,7 @@ __device__ static inline void gate_outputs(const float O[32][4], float inv0, flo
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float *o = &O[panel * 8 + 2 * np + (i >> 1)][2 * (i & 1)];
-                float inv = i & 1 ? inv1 : inv0;
-                float2 sig = sigmoid2(lo2(g[np][i]), hi2(g[np][i]));
-                g[np][i] = pack2(o[0] * inv * sig.x, o[1] * inv * sig.y);
+                g[np][i] = attn_output(o[0], o[1], i & 1 ? inv1 : inv0, g[np][i]);
             }
             stsm4(at[np], g[np]);
         }
@@ -214,12 +220,75 @@ __device__ static inline void rows_store(const struct k_attn *a, const struct at
             *(const uint4 *)(tiles + (lane >> 3) * TILE_BYTES + tile_off(r, lane & 7));
 }
 
-/* One warpgroup. */
-__device__ static inline void consume(const struct k_attn *a, const struct attn_maps *m,
-                                      const struct attn_tile *t, const struct row_group *g,
-                                      struct hopper_smem *s, int tid)
+/* The thread's place in the sums so far of its warpgroup, which exist from the first segment's
+ * end on. */
+__device__ static inline float4 *sums_at(const struct attn_work *w, const struct hopper_smem *s,
+                                         int wg, int tid)
 {
-    int warp = tid >> 5, lane = tid & 31, n_blocks = t->last / KV_BLOCK + 1;
+    return w->totals + (int64_t)s->total[wg] * GROUP_SUMS + tid;
+}
+
+/* A segment has ended and another follows: O goes to the sums so far and begins afresh. */
+__device__ static inline void segment_end(const struct attn_work *w, struct hopper_smem *s,
+                                          float O[32][4], struct attn_sums *ended,
+                                          const struct attn_row row[2], int segment, int wg,
+                                          int tid)
+{
+    if (segment == 0 && tid == 0)
+        s->total[wg] = attn_total_take(w);
+    group_sync(1 + wg);
+    float4 *at = sums_at(w, s, wg, tid);
+    if (segment > 0)
+        attn_sums_join(O, ended, row, segment, at);
+    attn_sums_store(at, O, ended);
+#pragma unroll
+    for (int i = 0; i < 128; i++)
+        O[i >> 2][i & 3] = 0.0f;
+}
+
+/* Block j: its scores and weights while the values of the block before are summed. is_first:
+ * of a segment that follows another in the same job. */
+template <bool is_first>
+__device__ static inline void block_step(const struct attn_work *w, struct hopper_smem *s,
+                                         float O[32][4], float S[8][4], uint32_t p[4][4],
+                                         struct attn_row row[2], uint64_t q, int j, int low,
+                                         int wg, int tid)
+{
+    int i = j % KV_STAGES, before = (j - 1) % KV_STAGES;
+    bool is_edge = (j + 1) * KV_BLOCK > low + 1;
+    struct attn_sums ended;
+    mbar_wait(&s->k_full[i], j / KV_STAGES & 1);
+    scores_start(S, q, desc_kmajor(smem_addr(s->K[i])));
+    mbar_wait(&s->v_full[before], (j - 1) / KV_STAGES & 1);
+    values_start(O, p, desc_nmajor(smem_addr(s->V[before])));
+    wg_wait<1>();
+    wg_pin<8>(S);
+    release(&s->k_empty[i]);
+    if (is_first)
+        ended = attn_rows_end(row);
+    float max0 = row_max(S, &row[0], 0, j * KV_BLOCK, is_edge);
+    float max1 = row_max(S, &row[1], 2, j * KV_BLOCK, is_edge);
+    wg_wait<0>();
+    wg_pin<32>(O);
+    release(&s->v_empty[before]);
+    float shift0 = row_weights(S, &row[0], 0, max0), shift1 = row_weights(S, &row[1], 2, max1);
+    if (is_first)
+        segment_end(w, s, O, &ended, row, j / SEGMENT_BLOCKS - 1, wg, tid);
+    else
+        rescale(O, shift0, shift1);
+#pragma unroll
+    for (int ks = 0; ks < 4; ks++)
+        frag_pack(p[ks], S[2 * ks], S[2 * ks + 1]);
+}
+
+/* One warpgroup. */
+__device__ static inline void consume(const struct k_attn *a, const struct attn_work *w,
+                                      const struct attn_maps *m, const struct attn_job *job,
+                                      const struct row_group *g, struct hopper_smem *s, int tid)
+{
+    const struct attn_tile *t = &job->t;
+    const int from = job->from, to = job->to;
+    int warp = tid >> 5, lane = tid & 31;
     int mine = g->r0 + warp * 16 + (lane >> 2);
     int low = t->pos + attn_token_of(t, g->r0); /* the first row's position */
     uint32_t tiles = smem_addr(s->Q[g->wg]);
@@ -238,55 +307,55 @@ __device__ static inline void consume(const struct k_attn *a, const struct attn_
     wg_wait<0>();
     wg_pin<8>(S);
     release(&s->k_empty[0]);
-    soften(S, &row[0], 0, 0, KV_BLOCK > low + 1);
-    soften(S, &row[1], 2, 0, KV_BLOCK > low + 1);
+    soften(S, &row[0], 0, from * KV_BLOCK, (from + 1) * KV_BLOCK > low + 1);
+    soften(S, &row[1], 2, from * KV_BLOCK, (from + 1) * KV_BLOCK > low + 1);
 #pragma unroll
     for (int ks = 0; ks < 4; ks++)
         frag_pack(p[ks], S[2 * ks], S[2 * ks + 1]);
-    for (int j = 1; j < n_blocks; j++) {
-        int i = j % KV_STAGES, before = (j - 1) % KV_STAGES;
-        bool is_edge = (j + 1) * KV_BLOCK > low + 1;
-        mbar_wait(&s->k_full[i], j / KV_STAGES & 1);
-        scores_start(S, q, desc_kmajor(smem_addr(s->K[i])));
-        mbar_wait(&s->v_full[before], (j - 1) / KV_STAGES & 1);
-        values_start(O, p, desc_nmajor(smem_addr(s->V[before])));
-        wg_wait<1>();
-        wg_pin<8>(S);
-        release(&s->k_empty[i]);
-        float shift0 = soften(S, &row[0], 0, j * KV_BLOCK, is_edge);
-        float shift1 = soften(S, &row[1], 2, j * KV_BLOCK, is_edge);
-        wg_wait<0>();
-        wg_pin<32>(O);
-        release(&s->v_empty[before]);
-        rescale(O, shift0, shift1);
-#pragma unroll
-        for (int ks = 0; ks < 4; ks++)
-            frag_pack(p[ks], S[2 * ks], S[2 * ks + 1]);
+    for (int j = from + 1; j < to;) {
+        if (j % SEGMENT_BLOCKS == 0)
+            block_step<true>(w, s, O, S, p, row, q, j++, low, g->wg, tid);
+        int end = min(to, (j / SEGMENT_BLOCKS + 1) * SEGMENT_BLOCKS);
+        for (; j < end; j++)
+            block_step<false>(w, s, O, S, p, row, q, j, low, g->wg, tid);
     }
-    int last = (n_blocks - 1) % KV_STAGES;
-    mbar_wait(&s->v_full[last], (n_blocks - 1) / KV_STAGES & 1);
+    int last = (to - 1) % KV_STAGES, segment = (to - 1) / SEGMENT_BLOCKS;
+    int part = job->part;
+    mbar_wait(&s->v_full[last], (to - 1) / KV_STAGES & 1);
     values_start(O, p, desc_nmajor(smem_addr(s->V[last])));
     group_sync(1 + g->wg); /* all scores are made: Q is free */
-    rows_start(a, m, t, g, s, true, tid);
-    float inv0 = 1.0f / row_total(&row[0]), inv1 = 1.0f / row_total(&row[1]);
+    if (part < 0)
+        rows_start(a, m, t, g, s, true, tid);
+    struct attn_sums ended = attn_rows_end(row);
     wg_wait<0>();
     wg_pin<32>(O);
+    if (part >= 0) {
+        attn_sums_store(w->parts + (int64_t)(part + g->wg) * GROUP_SUMS + tid, O, &ended);
+        return;
+    }
+    if (segment > 0) {
+        attn_sums_join(O, &ended, row, segment, sums_at(w, s, g->wg, tid));
+        group_sync(1 + g->wg);
+        if (tid == 0)
+            attn_total_give(w, s->total[g->wg]);
+    }
     rows_wait(g, s, true);
-    gate_outputs(O, inv0, inv1, tiles, warp, lane);
+    gate_outputs(O, 1.0f / ended.total[0], 1.0f / ended.total[1], tiles, warp, lane);
     rows_store(a, m, t, g, s->Q[g->wg], tid);
 }
 
 __global__ static void __launch_bounds__(HOPPER_THREADS, 1)
     attn_hopper_kernel(const __grid_constant__ struct k_attn a,
+                       const __grid_constant__ struct attn_work w,
                        const __grid_constant__ struct attn_maps maps)
 {
     extern __shared__ uint8_t raw[];
     struct hopper_smem *s = (struct hopper_smem *)raw;
-    struct attn_tile t = attn_tile_at(&a.b, &a.d, HOPPER_ROWS);
-    if (t.n_rows <= 0)
+    struct attn_job job;
+    if (!attn_job_at(&a, &w, ATTN_HOPPER_ROWS, &job))
         return;
     if (threadIdx.x == 0) {
-        int n_warps = t.n_rows > 64 ? 8 : 4;
+        int n_warps = job.t.n_rows > 64 ? 8 : 4;
         for (int i = 0; i < KV_STAGES; i++) {
             mbar_init(&s->k_full[i], 1);
             mbar_init(&s->v_full[i], 1);
@@ -302,18 +371,18 @@ __global__ static void __launch_bounds__(HOPPER_THREADS, 1)
     if (group == 0) {
         reg_dealloc<24>();
         if (tid < 32)
-            produce(&a, &t, s, tid);
+            produce(&a, &job, s, tid);
     } else {
         reg_alloc<240>();
         struct row_group g;
         g.wg = group - 1;
         g.r0 = g.wg * 64;
-        g.n = min(t.n_rows - g.r0, 64);
-        g.tok = t.tok + attn_token_of(&t, g.r0);
-        g.head = t.kv_head * t.ratio;
-        g.by_map = 64 % t.ratio == 0;
+        g.n = min(job.t.n_rows - g.r0, 64);
+        g.tok = job.t.tok + attn_token_of(&job.t, g.r0);
+        g.head = job.t.kv_head * job.t.ratio;
+        g.by_map = 64 % job.t.ratio == 0;
         if (g.n > 0)
-            consume(&a, &maps, &t, &g, s, tid);
+            consume(&a, &w, &maps, &job, &g, s, tid);
     }
 }
 
@@ -330,7 +399,7 @@ static cudaError_t make_map(CUtensorMap *map, const void *p, const struct k_attn
     return tensor_map(map, p, 3, dims, strides, box);
 }
 
-cudaError_t attn_hopper(const struct k_attn *a, cudaStream_t stream)
+cudaError_t attn_hopper(const struct k_attn *a, const struct attn_work *w, cudaStream_t stream)
 {
     struct attn_maps maps = {};
     cudaError_t e =
@@ -343,7 +412,7 @@ cudaError_t attn_hopper(const struct k_attn *a, cudaStream_t stream)
     }
     if (e != cudaSuccess)
         return e;
-    attn_hopper_kernel<<<(unsigned)attn_grid(&a->b, &a->d, HOPPER_ROWS), HOPPER_THREADS,
-                         sizeof(struct hopper_smem), stream>>>(*a, maps);
+    attn_hopper_kernel<<<(unsigned)w->max_jobs, HOPPER_THREADS, sizeof(struct hopper_smem),
+                         stream>>>(*a, *w, maps);
     return cudaGetLastError();
 }

@@ -195,7 +195,8 @@ cudaError_t k_attn_prep(const struct k_attn_prep *a, cudaStream_t stream);
 
 /* o = softmax(q k^T / sqrt(D), causal) v * sigmoid(gate); backend.h op_attn. Positions past a
  * sequence's last token are never read. The bits of a token depend on its own position and what
- * the pages hold up to it alone (all of it finite): not on the batch, the pages, or any cut. */
+ * the pages hold up to it alone (all of it finite): not on the batch, the pages, any cut, the
+ * body, nor on how the keys are shared out. */
 struct k_attn {
     const struct k_device *dev; /* host memory */
     struct k_batch b;           /* with its chunk map */
@@ -203,10 +204,19 @@ struct k_attn {
     struct k_kv_pages kv;
     const void *p; /* [T, ld] bf16, after k_attn_prep */
     void *o;       /* out [T, HQ * D] bf16 */
+    void *work;    /* k_attn_work_bytes, 256-byte aligned; nothing in it is kept between calls.
+                      May be NULL where max_pages hold at most K_ATTN_SEGMENT keys */
     int32_t body;  /* a K_ATTN_ value; tests and benchmarks pick one, else AUTO */
+    int32_t whole; /* 1: no keys are shared out; likewise, else 0 */
 };
 enum { K_ATTN_AUTO, K_ATTN_PORTABLE, K_ATTN_HOPPER };
+/* Keys are summed a segment at a time; the segments of rows that would leave multiprocessors
+ * idle are shared out. */
+enum { K_ATTN_SEGMENT = 8192 };
 cudaError_t k_attn(const struct k_attn *a, cudaStream_t stream);
+
+/* Workspace for n_chunks chunks and HQ query heads on a card with n_sms multiprocessors. */
+size_t k_attn_work_bytes(int32_t n_sms, int64_t n_chunks, int32_t HQ);
 
 enum { K_MOE_MAX_EXPERTS = 512, K_MOE_MAX_TOP = 16, K_MOE_TILE = 128 };
 

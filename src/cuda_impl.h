@@ -163,6 +163,12 @@ static inline struct cuda_impl *cuda_impl_of(struct backend *b)
     return b->impl;
 }
 
+/* Chunks of the largest step. */
+static inline int64_t cuda_max_chunks(const struct backend_limits *l)
+{
+    return (int64_t)l->max_tokens / CHUNK_TOKENS + l->max_seqs;
+}
+
 static inline size_t cuda_round_up(size_t n, size_t unit)
 {
     return (n + unit - 1) / unit * unit;
@@ -247,7 +253,7 @@ void cuda_record_end(struct backend *b, bool is_whole);
 /* ---- cuda_ops.c ---- */
 /* Rows of the head's logits block, and the workspace that operations share. */
 int32_t cuda_head_rows(const struct backend_limits *l);
-size_t cuda_ops_bytes(const struct backend_limits *l);
+size_t cuda_ops_bytes(struct backend *b, const struct backend_limits *l);
 void cuda_embed(struct backend *b, const struct op_embed *a);
 void cuda_rmsnorm(struct backend *b, const struct op_rmsnorm *a);
 void cuda_gdn_conv(struct backend *b, const struct op_gdn_conv *a);

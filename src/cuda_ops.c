@@ -48,10 +48,16 @@ static size_t moe_bytes(const struct backend_limits *l)
     return route > experts ? route : experts;
 }
 
-size_t cuda_ops_bytes(const struct backend_limits *l)
+static size_t max_size(size_t a, size_t b)
 {
-    size_t head = head_bytes(l), moe = moe_bytes(l);
-    return head > moe ? head : moe;
+    return a > b ? a : b;
+}
+
+size_t cuda_ops_bytes(struct backend *b, const struct backend_limits *l)
+{
+    size_t attn =
+        l->HQ ? k_attn_work_bytes(cuda_impl_of(b)->dev.n_sms, cuda_max_chunks(l), l->HQ) : 0;
+    return max_size(attn, max_size(head_bytes(l), moe_bytes(l)));
 }
 
 /* ---- rows ---- */
@@ -183,6 +189,7 @@ void cuda_attn(struct backend *b, const struct op_attn *a)
                        .kv = pages_of(a->pool, a->b),
                        .p = a->p,
                        .o = a->o,
+                       .work = impl->work,
                        .body = K_ATTN_AUTO};
     cuda_note(b, "attn", k_attn(&k, impl->stream));
     cuda_mark(b, "attn");

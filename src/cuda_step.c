@@ -19,11 +19,6 @@ static size_t ints(size_t n)
     return cuda_round_up(n * sizeof(int32_t), PACK_ALIGN);
 }
 
-static size_t max_chunks(const struct backend_limits *l)
-{
-    return (size_t)l->max_tokens / CHUNK_TOKENS + (size_t)l->max_seqs;
-}
-
 static size_t words(size_t bytes)
 {
     return bytes / sizeof(int32_t);
@@ -33,7 +28,7 @@ static size_t words(size_t bytes)
 static size_t meta_bytes(const struct backend_limits *l)
 {
     size_t T = (size_t)l->max_tokens, N = (size_t)l->max_seqs, R = (size_t)l->max_rows;
-    return 2 * ints(T) + ints(N + 1) + 2 * ints(N) + ints(max_chunks(l)) +
+    return 2 * ints(T) + ints(N + 1) + 2 * ints(N) + ints((size_t)cuda_max_chunks(l)) +
            ints(N * (size_t)l->max_pages) + 3 * ints(R) +
            ints(N * words(sizeof(struct k_sample_row))) +
            ints(SAMPLE_MAX_ADJUST * words(sizeof(struct k_adjust)));
@@ -42,18 +37,18 @@ static size_t meta_bytes(const struct backend_limits *l)
 /* The chunk map behind it: seq, index, tok, first chunks, order. */
 static size_t map_bytes(const struct backend_limits *l)
 {
-    return 3 * ints(max_chunks(l)) + ints((size_t)l->max_seqs + 1) + ints((size_t)l->max_seqs);
+    return 3 * ints((size_t)cuda_max_chunks(l)) + ints((size_t)l->max_seqs + 1) +
+           ints((size_t)l->max_seqs);
 }
 
 static size_t gdn_bytes(const struct backend_limits *l)
 {
-    return l->HV ? k_gdn_delta_work_bytes((int64_t)max_chunks(l), l->HV) : 0;
+    return l->HV ? k_gdn_delta_work_bytes(cuda_max_chunks(l), l->HV) : 0;
 }
 
 size_t cuda_workspace_bytes(struct backend *b, const struct backend_limits *l)
 {
-    (void)b;
-    return CUDA_STEPS * (meta_bytes(l) + map_bytes(l)) + gdn_bytes(l) + cuda_ops_bytes(l);
+    return CUDA_STEPS * (meta_bytes(l) + map_bytes(l)) + gdn_bytes(l) + cuda_ops_bytes(b, l);
 }
 
 /* ---- making ---- */
@@ -130,7 +125,7 @@ int cuda_workspace_make(struct backend *b, const struct backend_limits *l, struc
     cuda_workspace_free(b);
     for (int i = 0; i < CUDA_STEPS && error == cudaSuccess; i++)
         error = step_make(b, l, &impl->ring[i]);
-    impl->work_bytes = cuda_ops_bytes(l);
+    impl->work_bytes = cuda_ops_bytes(b, l);
     impl->work = cuda_alloc(b, impl->work_bytes);
     if (!impl->work)
         error = cudaErrorMemoryAllocation;
@@ -335,8 +330,7 @@ int cuda_step_begin(struct backend *b, const struct batch_host *h, struct batch 
     if (impl->n_flights == CUDA_STEPS)
         return ERR_FULL;
     if (h->n_tokens > l->max_tokens || h->n_seqs > l->max_seqs || h->n_rows > l->max_rows ||
-        h->max_pages > l->max_pages || (size_t)h->n_chunks > max_chunks(l) ||
-        !samples_fit(h, l))
+        h->max_pages > l->max_pages || h->n_chunks > cuda_max_chunks(l) || !samples_fit(h, l))
         return ERR_TOO_LARGE;
     /* The engine's thread is not the one that opened the device. */
     cudaSetDevice(impl->device);

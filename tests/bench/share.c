@@ -57,7 +57,36 @@ static double run(struct bench *b, int n, int32_t n_tokens, bool shares, int32_t
     return s;
 }
 
-static void questions(struct bench *b, int n)
+/* The likeliest token behind one prompt. */
+static struct top_entry ask(struct bench *b, bool shares, int64_t *n_cached)
+{
+    b->n_done = 0;
+    struct request *r = push(b, b->n_context + QUESTION_TOKENS, shares, 1);
+    while (b->n_done < 1)
+        engine_turn(b->f.engine);
+    struct top_entry top = r->next_top[0];
+    *n_cached = r->n_cached;
+    request_unref(r);
+    return top;
+}
+
+/* Behind a kept context a question has the bits that it has without. */
+static bool check_answer(struct bench *b)
+{
+    int64_t n_cached, n_none;
+    struct rng same = b->rng;
+    struct top_entry hit = ask(b, true, &n_cached);
+    b->rng = same;
+    struct top_entry cold = ask(b, false, &n_none);
+    struct top_entry other = ask(b, false, &n_none);
+    bool is_same = hit.id == cold.id && memcmp(&hit.logprob, &cold.logprob, sizeof(float)) == 0;
+    bool differs = memcmp(&other.logprob, &cold.logprob, sizeof(float)) != 0;
+    printf("an answer behind it has the bits of a cold one: %s; another question's: %s\n",
+           is_same && n_cached > 0 ? "yes" : "NO", differs ? "no" : "YES");
+    return is_same && n_cached > 0 && differs;
+}
+
+static bool questions(struct bench *b, int n)
 {
     int64_t n_cached, n_none;
     int32_t n_tokens = b->n_context + QUESTION_TOKENS, n_cold = n < 8 ? n : 8;
@@ -71,6 +100,7 @@ static void questions(struct bench *b, int n)
            "state), each alone %.2f s, %.1f times; limit %.2f s, %.0f%% of it\n",
            b->n_context, n, QUESTION_TOKENS, shared, (long long)n_cached,
            (long long)n * n_tokens, cold * n, cold * n / shared, limit, 100 * limit / shared);
+    bool is_right = check_answer(b);
     double first = run(b, 1, n_tokens, true, 1, &n_cached);
     int32_t keep = b->n_context;
     b->n_context = 0;
@@ -79,6 +109,7 @@ static void questions(struct bench *b, int n)
     printf("one question behind a kept context: %.2f ms, a prompt of its %lld tokens alone "
            "%.2f ms\n",
            first * 1e3, (long long)(n_tokens - n_cached), tail * 1e3);
+    return is_right;
 }
 
 /* On a CPU the time of all threads: what others on the machine take is not a state's cost. */
@@ -154,9 +185,9 @@ int main(int argc, char **argv)
     b.n_context = 0;
     run(&b, 1, n_context, false, 0, &(int64_t){0}); /* fills the context */
     b.n_context = n_context;
-    questions(&b, n);
+    bool is_right = questions(&b, n);
     cost(&b);
     free(b.ids);
     fixture_close(&b.f);
-    return 0;
+    return !is_right;
 }

@@ -1,13 +1,19 @@
 /* Attention at 16 query and 2 KV heads (and 24 and 4, the 27B's), pages of 64: median of 40
- * launches. TFLOP/s counts 4 * D * HQ for each (query, key) pair that the causal mask leaves;
- * bytes are not the limit. */
+ * launches. The card rests for half a second before each: its clock falls under load. "whole":
+ * a block does all segments of its rows, whatever the number of rows. TFLOP/s counts 4 * D * HQ
+ * for each (query, key) pair that the causal mask leaves; bytes are not the limit. */
+#include <unistd.h>
+
 #include "gpu.cuh"
 
 static struct k_device dev;
+static const char *wanted;
 
 static void bench(const char *name, const std::vector<int> &lens, const std::vector<int> &start,
                   int HQ = 16, int HK = 2)
 {
+    if (wanted && !strstr(name, wanted))
+        return;
     const int D = 256, ld = (2 * HQ + 2 * HK) * D;
     int n = (int)lens.size(), max_pages = 0, n_pages = 0;
     double pairs = 0;
@@ -40,21 +46,23 @@ static void bench(const char *name, const std::vector<int> &lens, const std::vec
     double bytes = (double)b.b.n_tokens * (2 * HQ + 4 * HK) * D * 2;
     fill_normal(p, 1, 1);
     struct k_attn a = {};
-    a.dev = &dev, a.b = b.b, a.d = pa.d, a.kv = kv, a.p = p.p, a.o = o.p;
-    printf("%-14s", name);
-    for (int body = K_ATTN_PORTABLE; body <= (dev.cc == 90 ? K_ATTN_HOPPER : K_ATTN_PORTABLE);
-         body++) {
-        a.body = body;
+    dbuf<uint8_t> work(k_attn_work_bytes(dev.n_sms, b.b.n_chunks, HQ));
+    a.dev = &dev, a.b = b.b, a.d = pa.d, a.kv = kv, a.p = p.p, a.o = o.p, a.work = work.p;
+    const char *names[] = {"portable", "hopper", "hopper whole"};
+    printf("%-18s", name);
+    for (int i = 0; i < (dev.cc == 90 ? 3 : 1); i++) {
+        a.body = i ? K_ATTN_HOPPER : K_ATTN_PORTABLE, a.whole = i == 2;
+        usleep(500000);
         double ms = median_ms([&] { CU(k_attn(&a, 0)); });
-        printf("  %s %8.4f ms %6.1f TFLOP/s", body == K_ATTN_HOPPER ? "hopper" : "portable", ms,
-               4.0 * D * HQ * pairs / ms / 1e9);
+        printf("  %s %8.4f ms %6.1f TFLOP/s", names[i], ms, 4.0 * D * HQ * pairs / ms / 1e9);
     }
     printf("  prep %7.4f ms %5.2f x copy time\n", prep, prep / (bytes / 4.28e9));
     fflush(stdout);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+    wanted = argc > 1 ? argv[1] : NULL;
     if (!gpu_open("bench_attn", &dev))
         return 0;
     bench("1 x 2048", {2048}, {0});
@@ -64,5 +72,14 @@ int main(void)
     bench("8192 mixed", {1713, 640, 64, 3, 2900, 128, 2744}, std::vector<int>(7, 0));
     bench("2048 at 30720", {2048}, {30720});
     bench("1 x 8192, 24/4", {8192}, {0}, 24, 4);
+    bench("1 at 32000", {1}, {32000});
+    bench("20 at 32000", {20}, {32000});
+    bench("200 at 32000", {200}, {32000});
+    bench("200 at 8192", {200}, {8192});
+    bench("20 at 130000", {20}, {130000});
+    bench("200 at 130000", {200}, {130000});
+    bench("it and 7 x 1024", {200, 1024, 1024, 1024, 1024, 1024, 1024, 1024},
+          {32000, 0, 0, 0, 0, 0, 0, 0});
+    bench("64 x 1 at 8000", std::vector<int>(64, 1), std::vector<int>(64, 8000));
     return 0;
 }

@@ -9,9 +9,10 @@
  * `small` as first argument: sizes for compute-sanitizer. */
 #include <algorithm>
 
+#include "../../kernels/attn_split.cuh"
 #include "gpu.cuh"
 
-enum { D = 256 };
+enum { D = 256, SEG = K_ATTN_SEGMENT };
 
 static struct k_device dev;
 static bool small;
@@ -30,6 +31,7 @@ struct attn_case {
     dbuf<bf16> p, k, v, o;
     dbuf<int32_t> table;
     dbuf<float> qn, kn, freq;
+    dbuf<uint8_t> work;
     std::vector<int32_t> table_h;
     std::vector<bf16> raw; /* p before preparation */
 
@@ -60,6 +62,7 @@ struct attn_case {
         table.make(table_h.size()), table.put(table_h);
         p.make((size_t)batch.b.n_tokens * ld + 8), o.make((size_t)batch.b.n_tokens * HQ * D);
         k.make((size_t)n_pages * HK * P * D), v.make((size_t)n_pages * HK * P * D);
+        work.make(k_attn_work_bytes(dev.n_sms, batch.b.n_chunks, HQ));
         qn.make(D), kn.make(D), freq.make(D / 2);
         fill_normal(p, seed, 1);
         std::vector<float> w(D), f(D / 2);
@@ -115,14 +118,33 @@ struct attn_case {
         CU(k_attn_prep(&a, 0));
     }
 
-    void attend(int body)
+    struct k_attn args()
     {
-        o.poison();
         struct k_attn a = {};
         a.dev = &dev, a.b = batch.b, a.d = {HQ, HK, D, 64, ld}, a.kv = pages();
-        a.p = p.p, a.o = o.p, a.body = body;
+        a.p = p.p, a.o = o.p, a.work = work.p;
+        return a;
+    }
+
+    void attend(int body, bool whole = false)
+    {
+        o.poison(), work.poison();
+        struct k_attn a = args();
+        a.body = body, a.whole = whole;
         CU(k_attn(&a, 0));
         CU(cudaDeviceSynchronize());
+    }
+
+    /* Tiles that a launch of the body splits. */
+    int n_split(int body)
+    {
+        struct k_attn a = args();
+        struct attn_work w;
+        int32_t n = 0;
+        CU(attn_split_plan(&a, body == K_ATTN_HOPPER ? ATTN_HOPPER_ROWS : 64, &w, 0));
+        if (w.jobs)
+            CU(cudaMemcpy(&n, w.n_split, sizeof(n), cudaMemcpyDeviceToHost));
+        return n;
     }
 
     /* A block of 64 positions of keys or values, [64][D]. */
@@ -353,6 +375,118 @@ static void test_nan(int HQ, int HK)
     }
 }
 
+/* Bodies, and keys shared out or not: the same bits. split: whether the launcher is to share
+ * them out. Control: a row's neighbour differs. */
+static void test_shares(const char *name, int HQ, int HK, int P, const std::vector<int> &lens,
+                        const std::vector<int> &start, bool split)
+{
+    attn_case c;
+    c.make(HQ, HK, P, lens, start, 31 + lens.size());
+    c.history(8);
+    c.prep();
+    std::vector<bf16> want;
+    bool same = true, as_meant = true;
+    for (int body = K_ATTN_PORTABLE; body < K_ATTN_PORTABLE + n_bodies; body++)
+        for (int whole = 0; whole < 2; whole++) {
+            c.attend(body, whole);
+            auto got = c.o.get();
+            if (want.empty())
+                want = got;
+            same &= memcmp(got.data(), want.data(), got.size() * 2) == 0;
+            as_meant &= (c.n_split(body) > 0) == split;
+        }
+    bool differs = memcmp(&want[0], &want[D], D * 2) != 0;
+    double worst = check_attn(c, 24);
+    result(same && differs && as_meant && worst <= 1,
+           "attn shares %s: all bodies, keys %s %s: %.3f of the bound", name,
+           as_meant ? split ? "shared out and not" : "not shared out" : "NOT AS MEANT",
+           same ? "the same bits" : "DIFFER", worst);
+}
+
+/* The list of jobs: each tile with rows has each of its segments once, the sums of split tiles
+ * lie apart and in order, and a list that would be too long splits nothing. */
+static void test_plan(const char *name, int HQ, int HK, int rows, const std::vector<int> &lens,
+                      const std::vector<int> &start)
+{
+    batch_dev batch;
+    batch.make(lens, start, std::vector<int>(lens.size(), 0), 70, 3);
+    int most = 0, ratio = HQ / HK, groups = rows / GROUP_ROWS;
+    for (size_t i = 0; i < lens.size(); i++)
+        most = std::max(most, start[i] + lens[i]);
+    dbuf<uint8_t> work(k_attn_work_bytes(dev.n_sms, batch.b.n_chunks, HQ));
+    struct k_attn a = {};
+    a.dev = &dev, a.b = batch.b, a.d = {HQ, HK, D, 64, 0}, a.work = work.p;
+    a.kv.page_tokens = 64, a.kv.max_pages = (most + 63) / 64;
+    struct attn_work w;
+    CU(attn_split_plan(&a, rows, &w, 0));
+    int32_t n[2] = {0, 0};
+    CU(cudaMemcpy(&n[0], w.n_jobs, 4, cudaMemcpyDeviceToHost));
+    CU(cudaMemcpy(&n[1], w.n_split, 4, cudaMemcpyDeviceToHost));
+    bool ok = n[0] >= 0 && n[0] <= w.max_jobs && n[1] >= 0 && n[1] <= w.max_split;
+    std::vector<struct attn_entry> jobs(ok ? n[0] : 0);
+    CU(cudaMemcpy(jobs.data(), w.jobs, jobs.size() * sizeof(jobs[0]), cudaMemcpyDeviceToHost));
+    /* What is to be: a tile's segments. */
+    std::vector<int> segments;
+    int64_t n_multi = 0, n_parts = 0, n_live = 0;
+    for (size_t s = 0; s < lens.size(); s++)
+        for (int t = 0; t < lens[s]; t += 64) {
+            int len = std::min(64, lens[s] - t), last = start[s] + t + len - 1;
+            int n_tiles = (64 * ratio + rows - 1) / rows,
+                live = (len * ratio + rows - 1) / rows;
+            for (int i = 0; i < n_tiles * HK; i++)
+                segments.push_back(i % n_tiles < live ? last / K_ATTN_SEGMENT + 1 : 0);
+            n_live += live * HK;
+            if (last >= K_ATTN_SEGMENT)
+                n_multi += live * HK, n_parts += live * HK * (last / K_ATTN_SEGMENT + 1);
+        }
+    bool split = n_multi > 0 && n_multi <= w.max_split && n_parts * groups <= w.n_parts;
+    ok &= n[1] == (split ? n_multi : 0);
+    ok &= n[0] == n_live + (split ? n_parts - n_multi : 0);
+    std::vector<int> seen(segments.size(), 0), first_part(segments.size(), -1);
+    std::vector<char> taken(w.n_parts, 0);
+    for (auto &j : jobs) {
+        if (j.tile < 0 || j.tile >= (int)segments.size()) {
+            ok = false;
+            break;
+        }
+        bool is_part = split && segments[j.tile] > 1;
+        ok &= segments[j.tile] > 0 && j.segment == (is_part ? seen[j.tile] : -1);
+        if (is_part) {
+            if (j.segment == 0)
+                first_part[j.tile] = j.part;
+            ok &= j.part == first_part[j.tile] + j.segment * groups;
+            for (int g = 0; g < groups && ok; g++)
+                ok &= j.part + g < w.n_parts && !taken[j.part + g]++;
+        }
+        seen[j.tile]++;
+    }
+    for (size_t i = 0; i < segments.size(); i++)
+        ok &= seen[i] == (split && segments[i] > 1 ? segments[i] : segments[i] > 0);
+    result(ok, "attn plan %s, tiles of %d: %d jobs, %d of %ld tiles split", name, rows, n[0],
+           n[1], (long)n_live);
+}
+
+static void test_plans(void)
+{
+    for (int rows = 64; rows <= 128; rows += 64) {
+        test_plan("one long tail", 16, 2, rows, {200}, {32000});
+        test_plan("a tail among others", 16, 2, rows, {1000, 0, 200, 3, 700, 64},
+                  {0, 9, 32000, SEG - 1, 100, SEG - 64});
+        test_plan("too many tiles", 16, 2, rows, {3000}, {32000});
+        test_plan("too many sums", 16, 2, rows, {200, 100}, {900000, SEG});
+        test_plan("across a boundary", 3, 1, rows, {1, 2, 63, 64},
+                  {SEG, SEG - 1, 2 * SEG - 32, SEG - 6});
+        test_plan("ratio 64", 64, 1, rows, {5}, {20000});
+        test_plan("many chunks", 2, 1, rows, {100000, 1}, {0, SEG + 100});
+        std::vector<int> lens(1500), start(1500, SEG - 2);
+        for (int i = 0; i < 1500; i++)
+            lens[i] = i % 4;
+        test_plan("1500 across a boundary", 2, 1, rows, lens, start);
+        std::fill(start.begin() + 40, start.end(), 7);
+        test_plan("40 across a boundary", 2, 1, rows, lens, start);
+    }
+}
+
 int main(int argc, char **argv)
 {
     small = argc > 1 && strcmp(argv[1], "small") == 0;
@@ -380,12 +514,20 @@ int main(int argc, char **argv)
         test_case("4096 of 1..3", 2, 1, 64, lens, start, 500);
         test_case("pages past 2^31 elements", 4, 2, 64, {130, 65}, {0, 70}, 100, 65600);
     }
+    test_plans();
+    test_shares("3+1+70", 4, 2, 64, {3, 1, 70, 5}, {2 * SEG - 2, SEG, SEG - 6, 0}, true);
+    test_shares("short", 4, 2, 64, {70, 5}, {SEG - 80, 0}, false);
     test_nan(8, 2);
     test_nan(6, 2);
     test_bits(8, 2, 300, {64, 64, 128, 44});
     if (!small) {
         test_bits(16, 2, 961, {1, 63, 64, 1, 2, 320, 510});
         test_bits(3, 1, 200, {130, 70});
+        test_bits(4, 1, 2 * SEG + 300, {SEG - 100, 200, SEG - 101, 1, 2, 250, 48});
+        test_shares("200 behind 32000", 16, 2, 64, {200}, {32000}, true);
+        test_shares("ratio 5, pages of 192", 5, 1, 192, {100, 33}, {20000, SEG - 1}, true);
+        test_shares("ratio 64", 64, 1, 64, {7}, {SEG + 900}, true);
+        test_shares("many tiles", 16, 2, 64, {2200}, {SEG - 1000}, false);
     }
     printf("%s test_attn: %d failed\n", n_failed ? "FAIL" : "pass", n_failed);
     return n_failed != 0;
