@@ -12,7 +12,7 @@
 #include "../model_fixture.h"
 #include "../rng.h"
 
-enum { QUESTION_TOKENS = 200, LONG_PROMPTS = 9, WARM_UPS = 6 };
+enum { QUESTION_TOKENS = 200, LONG_PROMPTS = 9, WARM_UPS = 6, HITS = 15 };
 
 struct bench {
     struct fixture f;
@@ -86,6 +86,38 @@ static bool check_answer(struct bench *b)
     return is_same && n_cached > 0 && differs;
 }
 
+static int by_double(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return x < y ? -1 : x > y;
+}
+
+/* A question behind a kept context and a prompt of the tokens it has to compute, turn about. */
+static void hits(struct bench *b)
+{
+    int64_t n_cached = 0, n_none;
+    double behind[HITS], alone[HITS], more[HITS];
+    int32_t n_tokens = b->n_context + QUESTION_TOKENS, n_context = b->n_context;
+    int32_t *ids = b->ids;
+    for (int i = -WARM_UPS; i < HITS; i++) {
+        double first = run(b, 1, n_tokens, true, 1, &n_cached);
+        b->n_context = 0;
+        b->ids = malloc((size_t)n_tokens * sizeof(*b->ids));
+        double tail = run(b, 1, n_tokens - (int32_t)n_cached, false, 0, &n_none);
+        free(b->ids);
+        b->ids = ids, b->n_context = n_context;
+        if (i >= 0)
+            behind[i] = first, alone[i] = tail, more[i] = first - tail;
+    }
+    qsort(behind, HITS, sizeof(behind[0]), by_double);
+    qsort(alone, HITS, sizeof(alone[0]), by_double);
+    qsort(more, HITS, sizeof(more[0]), by_double);
+    printf("one question behind a kept context: %.2f ms, a prompt of its %lld tokens alone "
+           "%.2f ms; %.2f more (%.2f..%.2f), medians of %d pairs\n",
+           behind[HITS / 2] * 1e3, (long long)(n_tokens - n_cached), alone[HITS / 2] * 1e3,
+           more[HITS / 2] * 1e3, more[0] * 1e3, more[HITS - 1] * 1e3, HITS);
+}
+
 static bool questions(struct bench *b, int n)
 {
     int64_t n_cached, n_none;
@@ -101,14 +133,7 @@ static bool questions(struct bench *b, int n)
            b->n_context, n, QUESTION_TOKENS, shared, (long long)n_cached,
            (long long)n * n_tokens, cold * n, cold * n / shared, limit, 100 * limit / shared);
     bool is_right = check_answer(b);
-    double first = run(b, 1, n_tokens, true, 1, &n_cached);
-    int32_t keep = b->n_context;
-    b->n_context = 0;
-    double tail = run(b, 1, n_tokens - (int32_t)n_cached, false, 0, &n_none);
-    b->n_context = keep;
-    printf("one question behind a kept context: %.2f ms, a prompt of its %lld tokens alone "
-           "%.2f ms\n",
-           first * 1e3, (long long)(n_tokens - n_cached), tail * 1e3);
+    hits(b);
     return is_right;
 }
 
@@ -119,12 +144,6 @@ static double clock_s(const struct bench *b)
     bool is_cpu = b->f.backend.ops == &backend_cpu_ops;
     clock_gettime(is_cpu ? CLOCK_PROCESS_CPUTIME_ID : CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + (double)t.tv_nsec / 1e9;
-}
-
-static int by_double(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return x < y ? -1 : x > y;
 }
 
 /* A prompt alone, whose end is 62 tokens behind the last place where a state may lie: without
