@@ -161,18 +161,6 @@ static int read_numbers(const json_t *root, struct completion *c, struct json_er
     return rc;
 }
 
-/* An empty list of tools is none. */
-static int refuse_unserved(json_t *root, struct json_error *e)
-{
-    static const char *const lists[] = {"tools", "functions", "documents"};
-    for (int i = 0; i < 3; i++) {
-        const json_t *v = json_object_get(root, lists[i]);
-        if (json_is_array(v) && json_array_size(v) == 0)
-            json_object_del(root, lists[i]);
-    }
-    return api_refuse_fields(root, unserved, e);
-}
-
 static int read_chat(struct api *a, struct exchange *x, struct completion *c,
                      struct api_common *common, struct json_error *e)
 {
@@ -187,7 +175,7 @@ static int read_chat(struct api *a, struct exchange *x, struct completion *c,
     c->default_new = CHAT_DEFAULT_NEW;
     rc = api_read_common(a, x, body.root, common, e);
     if (rc == 0)
-        rc = refuse_unserved(body.root, e);
+        rc = api_refuse_fields(body.root, unserved, e);
     if (rc == 0)
         rc = completion_read_format(body.root, e);
     if (rc == 0)

@@ -39,11 +39,20 @@ int api_get_number(const json_t *root, const char *field, double min, double max
     return 0;
 }
 
+/* Clients send fields that they do not use as null, false or empty. But no token would be
+ * allowed by an empty list of those that are. */
+static bool asks_for_nothing(const json_t *v, const char *field)
+{
+    bool is_empty = (json_is_array(v) && json_array_size(v) == 0) ||
+                    (json_is_object(v) && json_object_size(v) == 0);
+    return !v || json_is_false(v) || (is_empty && strcmp(field, "allowed_token_ids") != 0);
+}
+
 int api_refuse_fields(const json_t *root, const char *const *fields, struct json_error *e)
 {
     for (; *fields; fields++) {
         const json_t *v = get(root, *fields);
-        if (v && !json_is_false(v))
+        if (!asks_for_nothing(v, *fields))
             return json_fail(e, ERR_INVALID, *fields,
                              "%s is %s; this version does not serve it, only its absence is "
                              "accepted",

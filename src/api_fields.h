@@ -16,7 +16,8 @@ enum {
 /* An optional number; null is the same as absent. As json_get_int. */
 int api_get_number(const json_t *root, const char *field, double min, double max, double *out,
                    struct json_error *e);
-/* Fails when one of fields (NULL at its end) is given and not null. */
+/* Fails when one of fields (NULL at its end) asks for something: is given and neither null,
+ * false nor empty. */
 int api_refuse_fields(const json_t *root, const char *const *fields, struct json_error *e);
 /* `request_id`: becomes the exchange's. Before the other fields, so that refusals carry it. */
 int api_read_request_id(struct exchange *x, const json_t *root, struct json_error *e);

@@ -293,20 +293,20 @@ static int check_quantization(const struct reader *r)
 
 /* One set of parameters for all layers, without scaling. Where parameters stand by kind of
  * layer, their names are not where they are read. */
-static int check_rope(const struct reader *r, const json_t *rope)
+static int check_rope(const struct reader *r, const char *group, const json_t *rope)
 {
     char path[96];
     const char *name;
     json_t *v;
     if (rope && !json_is_object(rope) && !json_is_null(rope))
-        return refuse(r, ERR_INVALID, "rope_parameters", rope, "an object");
+        return refuse(r, ERR_INVALID, group, rope, "an object");
     json_object_foreach((json_t *)rope, name, v)
     {
         bool is_type = strcmp(name, "rope_type") == 0 || strcmp(name, "type") == 0;
         bool is_default = json_is_string(v) && strcmp(json_string_value(v), "default") == 0;
         if (!json_is_object(v) && (!is_type || is_default))
             continue;
-        snprintf(path, sizeof(path), "rope_parameters.%.64s", name);
+        snprintf(path, sizeof(path), "%s.%.64s", group, name);
         make_printable(path);
         return refuse(r, ERR_UNSUPPORTED, path, v, "%s",
                       is_type ? "\"default\"" : "one set of parameters for all layers");
@@ -314,19 +314,26 @@ static int check_rope(const struct reader *r, const json_t *rope)
     return 0;
 }
 
-/* rope_parameters first, flat names second. */
+/* rope_parameters first, or rope_scaling as it was called before; flat names second. */
 static int read_rope(struct reader *r)
 {
     double theta = 10000.0, factor = 0.25;
-    const json_t *v = json_object_get(r->text, "rope_scaling");
-    if (v && !json_is_null(v))
-        return refuse(r, ERR_UNSUPPORTED, "rope_scaling", v, "null (no scaling)");
     const json_t *rope = json_object_get(r->text, "rope_parameters");
-    int rc = check_rope(r, rope);
+    const json_t *v = json_object_get(r->text, "rope_scaling");
+    const char *group = "rope_parameters";
+    if (v && !json_is_null(v)) {
+        if (rope && !json_is_null(rope))
+            return refuse(r, ERR_UNSUPPORTED, "rope_scaling", v,
+                          "null, or no rope_parameters beside it");
+        rope = v;
+        group = "rope_scaling";
+    }
+    int rc = check_rope(r, group, rope);
     if (rc != 0)
         return rc;
+    char key[64];
     v = json_object_get(rope, "rope_theta");
-    const char *key = v ? "rope_parameters.rope_theta" : "rope_theta";
+    snprintf(key, sizeof(key), "%s%srope_theta", v ? group : "", v ? "." : "");
     if (!v)
         v = json_object_get(r->text, "rope_theta");
     if (v) {
@@ -335,7 +342,7 @@ static int read_rope(struct reader *r)
             return rc;
     }
     v = json_object_get(rope, "partial_rotary_factor");
-    key = v ? "rope_parameters.partial_rotary_factor" : "partial_rotary_factor";
+    snprintf(key, sizeof(key), "%s%spartial_rotary_factor", v ? group : "", v ? "." : "");
     if (!v)
         v = json_object_get(r->text, "partial_rotary_factor");
     if (v) {

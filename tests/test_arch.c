@@ -329,6 +329,8 @@ Test(arch, rope)
               "{\"partial_rotary_factor\": 0.125}"),
          1e4f, 32},
         {NEXT("\"rope_parameters\": null, \"rope_scaling\": null"), 1e4f, 64},
+        {NEXT("\"rope_theta\": 5e6, \"rope_scaling\": {\"rope_type\": \"default\"}"), 5e6f, 64},
+        {NEXT("\"rope_scaling\": {\"type\": \"default\", \"rope_theta\": 1e7}"), 1e7f, 64},
         {NEXT("\"partial_rotary_factor\": 1"), 1e4f, 256},
         {NESTED("\"rope_parameters\": {\"rope_theta\": 123.5}"), 123.5f, 64},
         /* Names outside text_config are not the text model's. */
@@ -418,7 +420,12 @@ Test(arch, refuses_what_it_does_not_compute)
     refused(NESTED("\"attn_output_gate\": false"), ERR_UNSUPPORTED, "attn_output_gate|false");
     refused(NEXT("\"output_gate_type\": \"sigmoid\""), ERR_UNSUPPORTED, "sigmoid|swish");
     refused(NEXT("\"rope_scaling\": {\"rope_type\": \"yarn\", \"factor\": 4.0}"),
-            ERR_UNSUPPORTED, "rope_scaling|null");
+            ERR_UNSUPPORTED, "rope_scaling.rope_type|\"yarn\"|\"default\"");
+    refused(NEXT("\"rope_scaling\": {\"rope_type\": \"default\"}, \"rope_parameters\": {}"),
+            ERR_UNSUPPORTED, "rope_scaling|null|rope_parameters");
+    refused(NEXT("\"rope_scaling\": 2"), ERR_INVALID, "rope_scaling|2|an object");
+    refused(NEXT("\"rope_scaling\": {\"rope_theta\": -1}"), ERR_INVALID,
+            "rope_scaling.rope_theta|-1");
     refused(NESTED("\"rope_parameters\": {\"rope_type\": \"yarn\"}"), ERR_UNSUPPORTED,
             "text_config.rope_parameters.rope_type|\"yarn\"|\"default\"");
     refused(NEXT("\"rope_parameters\": {\"type\": \"linear\"}"), ERR_UNSUPPORTED,
