@@ -14,7 +14,7 @@
  *
  * A tile is 64 rows, (token, query head of the group) token first, of one chunk and KV head: a
  * short piece fills few tiles. 4 warps of 16 rows; a block a job (attn_split.cuh), block 128,
- * shared 96 KB (Q, one block of K, one of V: V travels while scores are made, the next K while
+ * shared 97 KB (Q, one block of K, one of V: V travels while scores are made, the next K while
  * values are summed), two blocks a multiprocessor on sm_90. Rows of a block past the tile's
  * last position are zeroed, never read.
  * Limit: mma.sync, 4 * D FLOP a (row, key) pair; its operands take the bandwidth of shared

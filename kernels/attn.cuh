@@ -61,7 +61,7 @@ attn_tile_at(const struct k_batch *b, const struct k_attn_dims *d, int rows, int
 
 static inline int64_t attn_grid(const struct k_batch *b, const struct k_attn_dims *d, int rows)
 {
-    return b->n_chunks * d->HK * ceil_div((int64_t)K_CHUNK * (d->HQ / d->HK), rows);
+    return (int64_t)b->n_chunks * d->HK * ceil_div((int64_t)K_CHUNK * (d->HQ / d->HK), rows);
 }
 
 /* Element of dim 0 of a row (which must exist) in q, and in o when ld = HQ * D. */

@@ -1,7 +1,8 @@
 /* Attention by segments of keys (attn_split.cuh): the list of jobs before, the join behind.
  *
  * Plan: one block; tiles with more than one segment are split when there are few of them (they
- * would fill less than three quarters of the multiprocessors) and their sums fit the workspace.
+ * would fill at most three quarters of the multiprocessors) and their sums fit the workspace. A
+ * chunk's tiles are counted by its last token: a tile that ends before has an empty job.
  * Chunks are taken from the last to the first, so that later positions come first. Derived
  * here; a scan over chunks, nothing read back. Limit: latency of dependent loads.
  *
@@ -247,6 +248,8 @@ cudaError_t attn_split_join(const struct k_attn *a, int rows, const struct attn_
         return cudaSuccess;
     int64_t n_tiles = attn_grid(&a->b, &a->d, rows);
     int64_t most = n_tiles < w->max_split ? n_tiles : w->max_split;
+    if (most == 0)
+        return cudaSuccess;
     dim3 grid((unsigned)(most * (rows / GROUP_ROWS)), PANELS);
     attn_join_kernel<<<grid, GROUP_THREADS, 0, stream>>>(*a, *w, rows);
     return cudaGetLastError();

@@ -39,7 +39,7 @@ struct attn_job {
     int part;     /* as above; -1: all segments, and outputs */
 };
 
-/* k_attn's workspace, placed. jobs is NULL where nobody has a second segment. */
+/* k_attn's workspace, placed. jobs is NULL where nobody can have a second segment. */
 struct attn_work {
     int32_t *n_jobs, *n_split;
     int32_t *taken;           /* [n_totals] nonzero: in use */
@@ -132,8 +132,8 @@ __device__ static inline bool attn_job_at(const struct k_attn *a, const struct a
     return job->t.n_rows > 0 && job->from < job->to;
 }
 
-/* A place for a group's sums so far; one thread. There are as many as groups that the device
- * runs at once. */
+/* A place for a group's sums so far; one thread. There are at least as many as groups that the
+ * device runs at once. */
 __device__ static inline int attn_total_take(const struct attn_work *w)
 {
     uint32_t sm;
