@@ -81,7 +81,10 @@ static int read_switches(const json_t *root, struct template *o, struct json_err
     if (!json_is_object(v))
         return json_fail(e, ERR_INVALID, "chat_template_kwargs",
                          "chat_template_kwargs is %s; an object is accepted", json_kind(v));
-    int rc = json_get_bool(v, "enable_thinking", &o->thinks, e);
+    bool thinks = o->thinks;
+    int rc = json_get_bool(v, "enable_thinking", &thinks, e);
+    if (o->has_switch)
+        o->thinks = thinks;
     return rc == 0 && o->can_preserve ? json_get_bool(v, "preserve_thinking", &o->preserves, e)
                                       : rc;
 }
@@ -158,6 +161,13 @@ static void add_span(struct buf *b, struct span s)
 
 /* ---- messages ---- */
 
+/* Where a message stands. */
+struct place {
+    bool is_late; /* behind the last question, or as if it were */
+    bool is_last;
+    bool is_open; /* the answer goes on */
+};
+
 static int fail_message(struct json_error *e, size_t i, const char *what)
 {
     return json_fail(e, ERR_INVALID, "messages", "messages[%zu] %s", i, what);
@@ -232,12 +242,25 @@ static int check_message(const struct template *o, const json_t *m, size_t i,
     return 0;
 }
 
-/* An answer. is_late: it is behind the last question. */
+/* What was thought, under the first of the names that clients have for it, in the order of
+ * transformers. */
+static const json_t *get_thought(const json_t *m)
+{
+    static const char *const names[] = {"reasoning_content", "thinking", "reasoning"};
+    for (int i = 0; i < 3; i++) {
+        const json_t *v = json_object_get(m, names[i]);
+        if (v && !json_is_null(v))
+            return v;
+    }
+    return NULL;
+}
+
 static void add_answer(struct buf *b, const struct template *o, const json_t *m,
-                       struct span text, bool is_late, bool is_last)
+                       struct span text, const struct place *at)
 {
     static const char mark[] = "</think>";
-    const json_t *given = json_object_get(m, "reasoning_content");
+    const json_t *given = get_thought(m);
+    bool is_late = at->is_late;
     struct span thought = {"", 0}, rest = before_first(text, mark);
     bool is_split = rest.len < text.len;
     if (json_is_string(given)) {
@@ -246,10 +269,10 @@ static void add_answer(struct buf *b, const struct template *o, const json_t *m,
         thought = after_last(strip_right(rest, is_newline), "<think>");
         thought = strip_left(thought, is_newline);
         text = strip_left(after_last(text, mark), is_newline);
-    } else if (is_last && text.len >= 7 && memcmp(text.p, "<think>", 7) == 0) {
+    } else if (at->is_open && text.len >= 7 && memcmp(text.p, "<think>", 7) == 0) {
         is_late = false; /* a thought that is to go on: it is all there is */
     }
-    if (is_late && (!o->shows_some || is_last || thought.len > 0)) {
+    if (is_late && (!o->shows_some || at->is_last || thought.len > 0)) {
         buf_adds(b, "<think>\n");
         add_span(b, strip(thought, o->trims ? is_blank : is_newline));
         buf_adds(b, "\n</think>\n\n");
@@ -261,7 +284,7 @@ static void add_answer(struct buf *b, const struct template *o, const json_t *m,
 
 /* The message as the template shows it, but for its end. */
 static int add_message(struct buf *b, const struct template *o, const json_t *m, size_t i,
-                       bool is_late, bool is_last, struct json_error *e)
+                       const struct place *at, struct json_error *e)
 {
     struct buf content;
     buf_init(&content);
@@ -275,7 +298,7 @@ static int add_message(struct buf *b, const struct template *o, const json_t *m,
             text = strip(text, is_blank);
         buf_printf(b, "<|im_start|>%s\n", role);
         if (o->splits && strcmp(role, "assistant") == 0)
-            add_answer(b, o, m, text, is_late, is_last);
+            add_answer(b, o, m, text, at);
         else
             add_span(b, text);
     }
@@ -316,9 +339,13 @@ static int write_messages(const struct template *o, const json_t *messages, bool
     size_t n = json_array_size(messages), query = find_query(o, messages, n);
     int rc = 0;
     for (size_t i = 0; i < n && rc == 0; i++) {
-        bool is_late = o->shows && (o->preserves || i > query);
-        rc = add_message(b, o, json_array_get(messages, i), i, is_late, i == n - 1, e);
-        if (rc == 0 && !(goes_on && i == n - 1))
+        struct place at = {
+            .is_late = o->shows && (o->preserves || i > query),
+            .is_last = i == n - 1,
+            .is_open = goes_on && i == n - 1,
+        };
+        rc = add_message(b, o, json_array_get(messages, i), i, &at, e);
+        if (rc == 0 && !at.is_open)
             buf_adds(b, "<|im_end|>\n");
     }
     if (rc == 0 && query == n && o->wants_query)

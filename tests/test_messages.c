@@ -67,6 +67,11 @@ static const struct {
     {Q35, USER "," SAYS("<think>\\n h\\n</think>\\n\\na"), "",
      S "user\nx" E ANSWER "<think>\nh\n</think>\n\na" E ANSWER "<think>\n"},
     {Q35, USER "," SAYS("<think>\\nso"), OPEN, S "user\nx" E ANSWER "<think>\nso"},
+    /* Only a thought that is to go on is all there is. */
+    {Q35, USER "," SAYS("<think>\\nso"), SHUT,
+     S "user\nx" E ANSWER "<think>\n\n</think>\n\n<think>\nso" E},
+    {THINKING, USER "," SAYS("<think>\\nso"), "",
+     S "user\nx" E ANSWER "<think>\n\n</think>\n\n<think>\nso" E ANSWER "<think>\n"},
     {Q35, USER "," SAYS("a") "," SAYS("b"), SHUT,
      S "user\nx" E ANSWER "<think>\n\n</think>\n\na" E ANSWER "<think>\n\n</think>\n\nb" E},
     {Q35,
@@ -78,11 +83,21 @@ static const struct {
      USER ",{\"role\":\"assistant\",\"content\":\"<think>q</think>a\","
           "\"reasoning_content\":\"why \"}",
      SHUT, S "user\nx" E ANSWER "<think>\nwhy\n</think>\n\n<think>q</think>a" E},
+    /* The names that clients have for what was thought. */
+    {Q35,
+     USER ",{\"role\":\"assistant\",\"content\":\"a\",\"reasoning_content\":null,"
+          "\"reasoning\":\"why\"}",
+     SHUT, S "user\nx" E ANSWER "<think>\nwhy\n</think>\n\na" E},
+    {Q35, USER ",{\"role\":\"assistant\",\"content\":\"a\",\"thinking\":\"why\"}", SHUT,
+     S "user\nx" E ANSWER "<think>\nwhy\n</think>\n\na" E},
     {Q36, USER "," SAYS("<think>h</think>a") "," USER, SHUT,
      S "user\nx" E ANSWER "a" E S "user\nx" E},
     {Q36, USER "," SAYS("<think>h</think>a") "," USER,
      SHUT ",\"chat_template_kwargs\":{\"preserve_thinking\":true}",
      S "user\nx" E ANSWER "<think>\nh\n</think>\n\na" E S "user\nx" E},
+    /* A template without the switch always thinks. */
+    {THINKING, USER, ",\"chat_template_kwargs\":{\"enable_thinking\":false}",
+     S "user\nx" E ANSWER "<think>\n"},
     {THINKING, USER "," SAYS("a") "," SAYS("\\n\\n b"), "",
      S "user\nx" E ANSWER "a" E ANSWER "<think>\n\n</think>\n\n b" E ANSWER "<think>\n"},
     {THINKING, USER "," SAYS("<think>\\nh \\n</think>\\na") "," SAYS("b"), SHUT,
