@@ -47,6 +47,8 @@ static int add_shard(struct shards *l, const char *name)
     for (size_t i = l->n; i-- > 0;)
         if (strcmp(l->names[i], name) == 0)
             return 0;
+    if (l->n == SHARDS_MAX)
+        return ERR_TOO_LARGE;
     if (l->n == l->cap) {
         size_t cap = l->cap ? 2 * l->cap : 64;
         const char **p = realloc(l->names, cap * sizeof(*p));
@@ -77,10 +79,12 @@ static int list_shards(const char *path, json_t *weight_map, struct shards *l, s
                               "%s: weight_map gives tensor %s a file that is not accepted; "
                               "accepted: the name of a .safetensors file in the same directory",
                               path, tensor);
-        if (l->n == SHARDS_MAX)
-            return errmsg_set(e, ERR_INVALID, "%s: more than %d files", path, SHARDS_MAX);
-        if (add_shard(l, json_string_value(file)) != 0)
-            return errmsg_set(e, ERR_NOMEM, "%s: no memory", path);
+        int rc = add_shard(l, json_string_value(file));
+        if (rc == ERR_TOO_LARGE)
+            return errmsg_set(e, ERR_INVALID, "%s: weight_map names more than %d files", path,
+                              SHARDS_MAX);
+        if (rc != 0)
+            return errmsg_set(e, rc, "%s: no memory", path);
     }
     if (l->n == 0)
         return errmsg_set(e, ERR_INVALID, "%s: weight_map is empty", path);

@@ -390,6 +390,30 @@ Test(safetensors, shards)
     ckpt_dir_close(&d);
 }
 
+/* So many files are taken and one more is not, wherever their tensors stand in the index. */
+Test(safetensors, many_shards)
+{
+    struct ckpt_dir d;
+    ckpt_dir_open(&d);
+    for (int n = 4096; n <= 4097; n++) {
+        struct st_set *s;
+        struct errmsg e = {{0}};
+        struct buf index;
+        buf_init(&index);
+        buf_adds(&index, "{\"weight_map\":{");
+        for (int i = 0; i < n; i++)
+            buf_printf(&index, "\"t%d\":\"m-%d.safetensors\",", i, i);
+        buf_adds(&index, "\"last\":\"m-0.safetensors\"}}");
+        ckpt_dir_put(&d, INDEX, buf_cstr(&index));
+        int rc = st_open_dir(d.path, &s, &e);
+        cr_expect(rc == (n == 4096 ? ERR_IO : ERR_INVALID), "%d: %s", n, e.text);
+        has_words(e.text, n == 4096 ? "4096 of 4096 files|missing" : "more than 4096 files",
+                  "many shards");
+        buf_fini(&index);
+    }
+    ckpt_dir_close(&d);
+}
+
 /* Shards with their index and a model.safetensors: which of the two is the model is not
  * guessed. An index may name that file, too. */
 Test(safetensors, shards_beside_a_single_file)
