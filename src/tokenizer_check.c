@@ -205,7 +205,7 @@ static int note_member(struct cursor *j, const char *path, const struct member *
     if (cursor_string(j, key) != 0 || !cursor_take(j, ':') || !buf_cstr(key))
         return errmsg_set(e, ERR_INVALID, "tokenizer.json: %s: a name is cut or ill-formed",
                           path);
-    bool is_null = cursor_peek(j) == 'n';
+    cursor_peek(j); /* past blanks */
     const char *from = j->at;
     if (cursor_skip(j) != 0) {
         errmsg_set(e, 0, "tokenizer.json: %s: cut or ill-formed is the value of ", path);
@@ -221,6 +221,7 @@ static int note_member(struct cursor *j, const char *path, const struct member *
         parts[members[i].part] = (struct json_slice){from, (size_t)(j->at - from)};
         return 0;
     }
+    bool is_null = j->at - from == 4 && memcmp(from, "null", 4) == 0;
     return is_null ? 0 : refuse_member(e, path, key->data);
 }
 
@@ -427,7 +428,8 @@ int tokenizer_check_added(struct json_slice list,
                                      int32_t id, bool special, bool normalized),
                           void *arg, struct errmsg *e)
 {
-    /* Absent flags are as the reference's: false. */
+    /* The reference refuses a token without single_word, lstrip or rstrip; false is all that
+     * their absence could mean. */
     static const struct row rows[] = {
         {"id", IS_INTEGER, NULL},
         {"content", IS_STRING, NULL},

@@ -130,6 +130,8 @@ static const struct {
     {"\"ignore_merges\":false", "\"ignore_merges\":true", "model.ignore_merges is true"},
     {"\"model\":{", "\"model\":{\"cache\":7,",
      "model has a member that prefilld does not know: \"cache\""},
+    {"{\"version\"", "{\"more\":nil,\"version\"",
+     "the file has a member that prefilld does not know: \"more\""},
     {"{\"version\"", "{\"more\":[],\"version\"",
      "the file has a member that prefilld does not know: \"more\""},
     {"\"single_word\":false", "\"single_word\":true", "added_tokens[0].single_word is true"},
