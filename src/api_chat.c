@@ -26,30 +26,12 @@ static const char *const own_fields[] = {"messages",
                                          "user",
                                          "return_token_ids",
                                          "response_format",
-                                         "tools",
                                          "tool_choice",
-                                         "functions",
                                          "kv_transfer_params",
                                          "chat_template_kwargs",
                                          "add_generation_prompt",
                                          "continue_final_message",
-                                         "chat_template",
-                                         "documents",
-                                         "audio",
-                                         "structured_outputs",
-                                         "guided_json",
-                                         "guided_regex",
-                                         "guided_choice",
-                                         "guided_grammar",
                                          "logprob_token_ids",
-                                         "echo",
-                                         "best_of",
-                                         "use_beam_search",
-                                         "bad_words",
-                                         "allowed_token_ids",
-                                         "prompt_logprobs",
-                                         "truncate_prompt_tokens",
-                                         "return_tokens_as_token_ids",
                                          "add_special_tokens",
                                          NULL};
 
@@ -165,7 +147,7 @@ static int read_chat(struct api *a, struct exchange *x, struct completion *c,
                      struct api_common *common, struct json_error *e)
 {
     const char *fields[API_MAX_FIELDS];
-    api_join_fields(fields, own_fields, api_choosing_fields);
+    api_join_fields(fields, own_fields, unserved, api_choosing_fields);
     const struct json_rules rules = {.fields = fields};
     struct json_body body;
     int rc = api_read_body(x, &rules, &body, e);

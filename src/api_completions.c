@@ -30,18 +30,8 @@ static const char *const own_fields[] = {"prompt",
                                          "add_special_tokens",
                                          "user",
                                          "kv_transfer_params",
-                                         "suffix",
                                          "logprob_token_ids",
-                                         "prompt_embeds",
-                                         "use_beam_search",
-                                         "bad_words",
-                                         "allowed_token_ids",
                                          "response_format",
-                                         "structured_outputs",
-                                         "guided_json",
-                                         "guided_regex",
-                                         "guided_choice",
-                                         "guided_grammar",
                                          NULL};
 
 /* What would change the text, and is not done. */
@@ -272,7 +262,7 @@ static int read_question(struct api *a, struct exchange *x, struct completion *c
                          struct api_common *common, struct json_error *e)
 {
     const char *fields[API_MAX_FIELDS];
-    api_join_fields(fields, own_fields, api_choosing_fields);
+    api_join_fields(fields, own_fields, unserved, api_choosing_fields);
     const struct json_rules rules = {.fields = fields,
                                      .ids_field = "prompt",
                                      .vocab = a->vocab,

@@ -108,13 +108,13 @@ int api_read_common(const struct api *a, struct exchange *x, const json_t *root,
 }
 
 void api_join_fields(const char *out[API_MAX_FIELDS], const char *const *a,
-                     const char *const *b)
+                     const char *const *b, const char *const *c)
 {
+    const char *const *const lists[] = {a, b, c};
     int n = 0;
-    while (*a && n + 1 < API_MAX_FIELDS)
-        out[n++] = *a++;
-    while (*b && n + 1 < API_MAX_FIELDS)
-        out[n++] = *b++;
+    for (int i = 0; i < 3; i++)
+        for (const char *const *field = lists[i]; *field && n + 1 < API_MAX_FIELDS; field++)
+            out[n++] = *field;
     out[n] = NULL;
 }
 

@@ -92,9 +92,9 @@ void choosing_fini(struct choosing *c);
 int api_read_labels(const struct api *a, const json_t *root, struct choosing *c,
                     struct json_error *e);
 
-/* Names of several lists in one, for json_rules. Returns 0 or ERR_TOO_LARGE. */
+/* Names of three lists (NULL at each one's end) in one, for json_rules. */
 enum { API_MAX_FIELDS = 96 };
 void api_join_fields(const char *out[API_MAX_FIELDS], const char *const *a,
-                     const char *const *b);
+                     const char *const *b, const char *const *c);
 
 #endif
